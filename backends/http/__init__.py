@@ -1,6 +1,5 @@
 """The HTTP client: only this folder imports an HTTP library, so that another one is a change in one place."""
 
-from agentspec.backends.http.connections import httpx
 from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.proxies import Transport
 from agentspec.backends.http.response import (
@@ -10,7 +9,6 @@ from agentspec.backends.http.response import (
     Room,
     UpstreamResponse,
     decode_json,
-    mapped_errors,
     status_error,
 )
 
@@ -23,7 +21,5 @@ __all__ = [
     "Transport",
     "UpstreamResponse",
     "decode_json",
-    "httpx",
-    "mapped_errors",
     "status_error",
 ]

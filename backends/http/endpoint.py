@@ -6,13 +6,13 @@ import asyncio
 import base64
 import logging
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
 from agentspec.backends.base import MESSAGES, NONE
-from agentspec.backends.http.connections import ConnectionPool, OutgoingRequest, httpx
+from agentspec.backends.http.connections import ConnectionPool, httpx
 from agentspec.backends.http.proxies import LibraryConnections, Transport, open_connections
 from agentspec.backends.http.response import (
     ACCOUNT_HEADERS,
@@ -29,17 +29,16 @@ from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 3.0  # enough for two lost packets
-KEEPALIVE_SECONDS = 4.0  # that an idle connection is kept: vLLM closes one after 5
 Connections = ConnectionPool | LibraryConnections
 _SAFE = "/:?@!$&'()*+,;=%[]~"  # characters of a target that stand for themselves
 
 
 class Endpoint:
-    """One upstream's address, key and connections. It never follows redirects, and keeps no cookies.
+    """One upstream's address, key and connections. It never follows redirects, and stores no cookies.
 
-    Errors call it `name`, since they reach clients, who are not to know the address; without a name, the address.
-    `address` is the one to connect to of those that the URL's host has.
-    Connections belong to an event loop, so each running loop has its own pool; the pool of a deleted loop is dropped.
+    Errors call it `name`, since they reach clients, which may not see the address; without a name, by its address.
+    `address` is the one to connect to of those that the URL's host has. Connections belong to an event loop, so each
+    loop has a pool of its own; the pool of a deleted loop is dropped.
     """
 
     def __init__(
@@ -78,15 +77,14 @@ class Endpoint:
         query: str = "",
         timeout: float | None = None,
         above: bool = False,
-        told: Mapping[str, str] = NONE,
+        added: Mapping[str, str] = NONE,
         probing: bool = False,
     ) -> AsyncIterator[UpstreamResponse]:
         """Send `body` and yield the answer once its headers have arrived; leaving the block closes the stream.
 
-        Headers outside the allow-list are dropped, save those in `told`; the endpoint's own key replaces a given
-        Authorization. `timeout`
-        in seconds replaces the configured one for each phase; `above` means a path beside `/v1`, not below. Failures
-        are logged, of a request that is `probing` at level DEBUG. Raises
+        Headers outside the allow-list are dropped, except those in `added`; the endpoint's own key replaces a given
+        Authorization. `timeout` in seconds replaces the configured one for each phase; `above` means a path next to
+        `/v1`, not below it. Failures are logged, those of a request that is `probing` at level DEBUG. Raises
         `UpstreamError` when nothing answers, and for a redirect, which would carry the key elsewhere.
         """
         sent = {"accept": "*/*", "user-agent": "agentspec"}
@@ -94,12 +92,16 @@ class Endpoint:
         if self._authorization is not None:
             sent = {key: value for key, value in sent.items() if key not in ACCOUNT_HEADERS}
             sent |= self._own_key(path, self._authorization)
-        sent |= told
-        with self._logged_errors(logging.DEBUG if probing else logging.INFO):
-            target = self._target(path, query, above=above)
-            given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
-            timeouts = self._timeouts if timeout is None else (timeout, timeout)
-            answer = await self._connections().send(OutgoingRequest(method, target, given, body, *timeouts))
+        sent |= added
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
+        timeouts = self._timeouts if timeout is None else (timeout, timeout)
+        try:
+            with mapped_errors(self.name):
+                target = self._target(path, query, above=above)
+                answer = await self._connections().send(method, target, encoded, body, timeouts)
+        except UpstreamError as error:
+            logger.log(logging.DEBUG if probing else logging.INFO, "%s: %s", self._shown, error.message)
+            raise
         try:
             if answer.status >= 600:
                 raise UpstreamError(f"upstream {self.name} answered {answer.status}, which is no status of HTTP")
@@ -110,8 +112,8 @@ class Endpoint:
             await answer.aclose()
 
     def _own_key(self, path: str, authorization: str) -> dict[str, str]:
-        """The headers that carry the operator's key. Anthropic's routes are asked for it as `x-api-key`; its own host
-        takes a bearer for something else.
+        """The headers that carry the operator's key: on Anthropic's routes `x-api-key`, and at other hosts than its
+        own a bearer as well.
         """
         scheme, _, key = authorization.partition(" ")
         if not path.startswith(MESSAGES) or scheme != "Bearer":
@@ -120,19 +122,12 @@ class Endpoint:
         return {"x-api-key": key} | ({} if is_anthropic else {"authorization": authorization})
 
     async def fetch(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes = b"",
-        timeout: float | None = None,
-        above: bool = False,
-        limit: int = MAX_ANSWER_BYTES,
-        probing: bool = False,
+        self, method: str, path: str, *, body: bytes = b"", limit: int = MAX_ANSWER_BYTES, **options: Any
     ) -> bytes:
-        """Send a JSON `body`; returns the whole answer. Raises as `send`, and `UpstreamStatusError` for an error."""
+        """Send a JSON `body`; returns the whole answer. Takes the `options` of `send` and raises as it does, and
+        `UpstreamStatusError` for an error.
+        """
         headers = {"content-type": "application/json"} if body else {}
-        options: dict[str, Any] = {"timeout": timeout, "above": above, "probing": probing}
         async with self.send(method, path, headers=headers, body=body, **options) as response:
             content = await response.aread(limit)
             if response.status >= 400:
@@ -150,23 +145,13 @@ class Endpoint:
         if pool is not None:
             await pool.aclose()
 
-    @contextmanager
-    def _logged_errors(self, level: int) -> Iterator[None]:
-        """Map errors, and log them with the address."""
-        try:
-            with mapped_errors(self.name):
-                yield
-        except UpstreamError as error:
-            logger.log(level, "%s: %s", self._shown, error.message)
-            raise
-
     def _connections(self) -> Connections:
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
             for ended in [other for other in self._pools if other.is_closed()]:
                 del self._pools[ended]  # a pool refers to its loop, so that it would never be freed
-            pool = self._pools[loop] = open_connections(self._url, KEEPALIVE_SECONDS, self._transport, self._address)
+            pool = self._pools[loop] = open_connections(self._url, self._transport, self._address)
         return pool
 
     def _target(self, path: str, query: str, *, above: bool) -> bytes:
@@ -179,13 +164,10 @@ def _authorization(settings: OpenAISettings, url: httpx.URL) -> str | None:
     if url.userinfo:
         given = f"{url.username}:{url.password}".encode()
         return f"Basic {base64.b64encode(given).decode()}"
-    key = _api_key(settings)
-    return None if key is None else f"Bearer {key}"
-
-
-def _api_key(settings: OpenAISettings) -> str | None:
     if settings.api_key is not None:
-        return sendable(settings.api_key.get_secret_value().strip(), "api_key")
-    if settings.api_key_file is None:
+        key = sendable(settings.api_key.get_secret_value().strip(), "api_key")
+    elif settings.api_key_file is not None:
+        key = sendable(read_secret(settings.api_key_file, "api_key_file"), f"api_key_file {settings.api_key_file!r}")
+    else:
         return None
-    return sendable(read_secret(settings.api_key_file, "api_key_file"), f"api_key_file {settings.api_key_file!r}")
+    return f"Bearer {key}"

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
-from agentspec.backends.http.connections import ConnectionPool, OutgoingRequest, PooledAnswer, httpx
+from agentspec.backends.http.connections import KEEPALIVE_SECONDS, ConnectionPool, Headers, PooledAnswer, httpx
 
 Transport = httpx.AsyncBaseTransport
 
 
 def open_connections(
-    url: httpx.URL, keepalive_expiry: float, transport: Transport | None, address: str | None = None
+    url: httpx.URL, transport: Transport | None, address: str | None
 ) -> ConnectionPool | LibraryConnections:
     """The connections to the server of `url`: through `transport`, or the proxy that the environment names, if any.
 
-    One that was idle for `keepalive_expiry` seconds is not used again. With `address`, one of those that the URL's host
-    has, that server is reached directly.
+    With `address`, one of those of the URL's host, that server is reached directly.
     """
     if transport is not None:
         return LibraryConnections(url, transport)
     proxy = _proxy(url) if address is None else None
     if proxy is None:
-        return ConnectionPool(url, keepalive_expiry, address)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_expiry)
+        return ConnectionPool(url, address)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS)
     return LibraryConnections(url, httpx.AsyncHTTPTransport(proxy=proxy, limits=limits))
 
 
@@ -42,22 +40,15 @@ class LibraryConnections:
 
     def __init__(self, url: httpx.URL, transport: Transport) -> None:
         self._url, self._transport = url, transport
+        self.aclose = transport.aclose
 
-    async def send(self, request: OutgoingRequest) -> LibraryAnswer:
-        timeout = httpx.Timeout(request.read_timeout, connect=request.connect_timeout)
-        response = await self._transport.handle_async_request(
-            httpx.Request(
-                request.method,
-                self._url.copy_with(username=None, password=None, raw_path=request.target),
-                headers=request.headers,
-                content=request.body,
-                extensions={"timeout": timeout.as_dict()},
-            )
-        )
-        return LibraryAnswer(response)
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()
+    async def send(
+        self, method: str, target: bytes, headers: Headers, body: bytes, timeouts: tuple[float | None, float | None]
+    ) -> LibraryAnswer:
+        url = self._url.copy_with(username=None, password=None, raw_path=target)
+        extensions = {"timeout": httpx.Timeout(timeouts[1], connect=timeouts[0]).as_dict()}
+        request = httpx.Request(method, url, headers=headers, content=body, extensions=extensions)
+        return LibraryAnswer(await self._transport.handle_async_request(request))
 
 
 class LibraryAnswer:
@@ -66,14 +57,16 @@ class LibraryAnswer:
     def __init__(self, response: httpx.Response) -> None:
         self.status = response.status_code
         self.headers = response.headers.raw
-        self._response = response
-        self._stream: Any = response.stream
+        self.aclose = response.aclose
+        stream: Any = response.stream
+        self._pieces = aiter(stream)
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return cast(AsyncIterator[bytes], aiter(self._stream))
-
-    async def aclose(self) -> None:
-        await self._response.aclose()
+    async def read(self) -> bytes:
+        """The next bytes of the body; nothing at its end."""
+        async for piece in self._pieces:
+            if piece:
+                return bytes(piece)
+        return b""
 
 
 Answer = PooledAnswer | LibraryAnswer

@@ -23,14 +23,13 @@ REQUEST_PREFIXES = ("anthropic-", "openai-", "trace", "x-agentspec-", "x-request
 RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
 RESPONSE_PREFIXES = ("anthropic-ratelimit-", "openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
 ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project", "x-api-key"})
-"""Headers that choose or name the account. With the operator's key they are the operator's business."""
+"""Headers that choose or name the account. With the operator's key they are left out."""
 MEMBER_HEADER = "x-agentspec-member"
-"""What a gateway tells its operators only; to one behind it, another gateway may look like one."""
+"""Sent to operators only. It is left out of the answer of another gateway, to which this one may look like one."""
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
-
 Room = Callable[[int], Awaitable[None]]
-"""Takes memory for so many bytes of an answer, or waits for it."""
+"""Reserves memory for so many bytes of an answer, or waits for it."""
 _NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
 _CERTIFICATE = "its certificate is not trusted, or for another name; SSL_CERT_FILE can name authorities to trust"
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
@@ -74,21 +73,23 @@ class UpstreamResponse:
     async def aiter_raw(self) -> AsyncGenerator[bytes]:
         """The body's bytes exactly as the upstream sent them. Raises `UpstreamError` if the body breaks off."""
         with mapped_errors(self.name):
-            async for piece in self._answer:
+            while piece := await self._answer.read():
                 yield piece
 
     async def aread(self, limit: int = MAX_ANSWER_BYTES, room: Room | None = None) -> bytes:
         """The whole body. Raises `UpstreamError` if it breaks off or is longer than `limit` bytes.
 
-        Before more than `SMALL_ANSWER_BYTES` are kept, `room` is asked for the bytes to come, all at once where the
-        server has told how many. Meanwhile the server has to wait.
+        Before more than `SMALL_ANSWER_BYTES` are held, `room` is asked for the bytes to come, all at once where the
+        server has announced how many. Meanwhile the server has to wait.
         """
+        length = next((value for name, value in self._answer.headers if name.lower() == b"content-length"), b"")
+        announced = int(length[:20]) if length.isdigit() else 0
         pieces: list[bytes] = []
         size, allotted = 0, SMALL_ANSWER_BYTES if room else limit
         async with aclosing(self.aiter_raw()) as arriving:
             async for piece in arriving:
                 size += len(piece)
-                wanted = max(size, self._announced) if size > allotted else size
+                wanted = max(size, announced) if size > allotted else size
                 if wanted > limit:
                     raise UpstreamError(f"upstream {self.name} answered with more than {limit} bytes")
                 if room is not None and wanted > allotted:
@@ -96,12 +97,6 @@ class UpstreamResponse:
                     allotted = wanted
                 pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    @property
-    def _announced(self) -> int:
-        """The length that the server has told, 0 if it has told none."""
-        told = next((value for name, value in self._answer.headers if name.lower() == b"content-length"), b"")
-        return int(told[:20]) if told.isdigit() else 0
 
 
 def allowed(headers: Iterable[tuple[str, str]], names: frozenset[str], prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -112,7 +107,7 @@ def allowed(headers: Iterable[tuple[str, str]], names: frozenset[str], prefixes:
 
 @contextmanager
 def mapped_errors(name: str) -> Iterator[None]:
-    """Turn every error of the HTTP library into an `UpstreamError`, keeping the original as its cause."""
+    """Turn every error of the HTTP library into an `UpstreamError` whose cause is the original."""
     try:
         yield
     except (*_LATE, *_BROKEN) as error:
@@ -132,13 +127,13 @@ def _mapped(name: str, error: Exception) -> UpstreamError:
 
 
 def _is_untrusted(error: BaseException) -> bool:
-    """Whether the server was left because of its certificate. What ssl says of it would tell clients the address."""
+    """Whether the server's certificate was refused. The message of ssl would show clients the address."""
     causes = (error.__cause__, error.__cause__ and error.__cause__.__cause__)
     return any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes)
 
 
 def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]) -> UpstreamStatusError:
-    """The exception for an upstream's error answer: it keeps the whole answer and quotes its message, if any."""
+    """The exception for an upstream's error answer: it holds the whole answer and quotes its message, if any."""
     try:
         message = error_message(decode_json(body, name)) if len(body) <= MAX_ERROR_BYTES else None
     except UpstreamError:

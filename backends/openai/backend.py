@@ -12,13 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
-from agentspec.backends.http import MAX_ANSWER_BYTES, MAX_LIST_BYTES, Room, UpstreamResponse
-from agentspec.backends.http.response import decode_json, status_error
-from agentspec.backends.openai.fields import (
-    GOAL,
-    PRIORITY,
-    token_id_fields,
+from agentspec.backends.http import (
+    MAX_ANSWER_BYTES,
+    MAX_LIST_BYTES,
+    Room,
+    UpstreamResponse,
+    decode_json,
+    status_error,
 )
+from agentspec.backends.openai.fields import GOAL, PRIORITY, token_id_fields
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization
@@ -82,9 +84,9 @@ class OpenAIBackend(Upstream):
             **label_headers(labels, speculation=request.speculation, store=request.store, prefill=request.prefill_next),
             **policy_of(request).headers(),
         }
-        told = self._session_headers(labels)
+        added = self._session_headers(labels)
         async with (
-            self._endpoint.send("POST", path, headers=headers, body=_encode(body), told=told) as response,
+            self._endpoint.send("POST", path, headers=headers, body=_encode(body), added=added) as response,
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
@@ -93,7 +95,7 @@ class OpenAIBackend(Upstream):
     async def deltas(self, response: UpstreamResponse, room: Room | None = None) -> AsyncGenerator[Delta]:
         """The answer in `response`, streamed or whole, of about `MAX_ANSWER_BYTES`. Raises as `generate` does.
 
-        `room` is asked as by `UpstreamResponse.aread`, for one that is whole.
+        `room` is asked as by `UpstreamResponse.aread`, for a whole answer.
         """
         last: Delta | None = None
         calls, size = CallNumbers(), 0
@@ -115,7 +117,7 @@ class OpenAIBackend(Upstream):
         yield last
 
     def limit(self, max_tokens: int) -> None:
-        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends what it is given."""
+        """Ask for at most `max_tokens` tokens in one answer from now on; `forward` sends bodies as they are."""
         self._most_tokens = max_tokens
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -151,8 +153,8 @@ class OpenAIBackend(Upstream):
         answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
             if len(answer) <= INLINE_BYTES:
-                return vectors(answer, len(texts))
-            return await asyncio.to_thread(vectors, answer, len(texts))
+                return _vectors(answer, len(texts))
+            return await asyncio.to_thread(_vectors, answer, len(texts))
         except (KeyError, TypeError, ValueError, RecursionError):
             raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
 
@@ -177,7 +179,7 @@ class OpenAIBackend(Upstream):
                         return
                     yield decode_json(data.encode(), self._endpoint.name)
         for data in decoder.finish():
-            with suppress(UpstreamError):  # half an event, or [DONE]; what the answer lacks is found by who reads it
+            with suppress(UpstreamError):  # half an event, or [DONE]; the caller notices what the answer lacks
                 yield decode_json(data.encode(), self._endpoint.name)
 
     async def _checked(self, response: UpstreamResponse, limit: int, room: Room | None = None) -> bytes:
@@ -193,17 +195,14 @@ def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def vectors(answer: bytes, count: int) -> list[list[float]]:
+def _vectors(answer: bytes, count: int) -> list[list[float]]:
     """The `count` vectors of an answer to /embeddings, all of one length.
 
     Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
     """
-    data = json.loads(answer)["data"]
-    if not isinstance(data, list):
-        raise TypeError("data is no array")
-    found = [[float(number) for number in item["embedding"]] for item in data]
+    found = [[float(number) for number in item["embedding"]] for item in json.loads(answer)["data"]]
     if len(found) != count or len({len(vector) for vector in found}) > 1 or not all(found):
-        raise ValueError("there are other vectors than were asked for")
+        raise ValueError("there are other vectors than were requested")
     if not all(math.isfinite(sum(vector)) for vector in found):
         raise ValueError("a vector holds what is no number")
     return found

@@ -1,4 +1,4 @@
-"""What an upstream is sent beside the request: who asks, how urgent it is, what is predicted, by the kind of server."""
+"""The fields added to a request by the kind of server: labels, priority, latency goal, prediction, switches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from agentspec.types import Labels, check_latency_goal
 
 Order = Literal["lowest_first", "highest_first"]
 SESSION, PRIORITY, XARGS = "session_id", "priority", "vllm_xargs"
-# Which end of the scale each kind serves first, unless its flags say otherwise.
+# The end of the scale that each kind serves first, unless its flags say otherwise.
 ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"}
 _SESSION_KINDS = ("vllm", "sglang")
-# The field in which our drafter inside a server is told switches, and the routes that have it.
+# The field that carries switches to our drafter inside a server, and the routes that have it.
 _SWITCHES = {"vllm": (XARGS, (CHAT, COMPLETIONS, RESPONSES)), "sglang": ("custom_params", (CHAT, COMPLETIONS))}
 GOAL = "latency_target_ms_per_token"
 """The field of a body that holds the milliseconds per token after the first."""
@@ -34,15 +34,17 @@ TOKENIZE_SECONDS = 2.0
 
 
 def label_fields(labels: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that carry `labels` to our drafter in a vLLM server, in a body that already has the fields `given`.
-
-    The client's own `vllm_xargs` stay, except the names that `labels` sets. If the client's are not an object, they are
-    left for the server to refuse.
-    """
+    """The fields that carry `labels` to our drafter in a vLLM server, in a body that already has the fields `given`."""
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
-    ours = {f"agentspec_{name}": value for name, value in named.items() if value}
-    theirs = given.get(XARGS) or {}
-    return {XARGS: {**theirs, **ours}} if ours and isinstance(theirs, Mapping) else {}
+    return _added(XARGS, {f"agentspec_{name}": value for name, value in named.items() if value}, given)
+
+
+def _added(name: str, ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The object `name` of a body with the fields `given`, with `ours` added; the client's other members stay. If the
+    client's is no object, nothing is added, so that the server refuses it.
+    """
+    theirs = given.get(name) or {}
+    return {name: {**theirs, **ours}} if ours and isinstance(theirs, Mapping) else {}
 
 
 def labels_in(given: Mapping[str, Any]) -> Labels:
@@ -60,26 +62,22 @@ def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def session_fields(kind: ServerKind | None, session: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's name of the session, for servers that know one; a client's own stays, unless it must be replaced."""
+    """The session's name in the body, for servers that know sessions."""
     if session is None or kind not in _SESSION_KINDS or given.get(SESSION) == session:
         return {}
     return {SESSION: session}
 
 
 def takes_switches(kind: str | None, path: str) -> bool:
-    """Whether a server of that kind can be told, at that route, what is switched off for a request."""
+    """Whether requests of that route can carry switches to a server of that kind."""
     return kind in _SWITCHES and path in _SWITCHES[kind][1]
 
 
 def switch_fields(kind: ServerKind | None, path: str, off: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The field that tells our drafter what is `off`: `store`, `speculation`. One that is no object is left for the
-    server to refuse.
-    """
+    """The field that carries to our drafter what is `off`: `store`, `speculation`."""
     if kind is None or not takes_switches(kind, path):
         return {}
-    field = _SWITCHES[kind][0]
-    theirs = given.get(field) or {}
-    return {field: {**theirs, **{f"agentspec_{name}": "off" for name in off}}} if isinstance(theirs, Mapping) else {}
+    return _added(_SWITCHES[kind][0], {f"agentspec_{name}": "off" for name in off}, given)
 
 
 def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Ma
         raise InvalidRequestError("priority must be a whole number from 0, served first", param=PRIORITY)
     order = ORDERS.get(kind or "") if settings.priority == "auto" else settings.priority
     if order is None:
-        message = "priority cannot be told to this upstream: it is not known which end of the scale it serves first"
+        message = "priority cannot be sent to this upstream: it is not known which end of the scale it serves first"
         raise InvalidRequestError(message, param=PRIORITY)
     return {PRIORITY: value if order == "lowest_first" else -value}
 
@@ -104,21 +102,23 @@ def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `InvalidRequestError` for a goal that is no number above 0.
     """
-    goal, theirs = given[GOAL], given.get(XARGS) or {}
+    goal = given[GOAL]
     check_latency_goal(goal)
-    if not isinstance(theirs, Mapping) or LATENCY in theirs:
-        return {}
-    return {XARGS: {**theirs, LATENCY: float(goal)}}
+    return {} if _has_argument(given, LATENCY) else _added(XARGS, {LATENCY: float(goal)}, given)
+
+
+def _has_argument(given: Mapping[str, Any], name: str) -> bool:
+    theirs = given.get(XARGS)
+    return isinstance(theirs, Mapping) and name in theirs
 
 
 async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm_xargs` of a body with the fields `given`, with the token ids of its `prediction`; empty without one.
+    """`vllm_xargs` of a body with the fields `given`, with the token ids of its `prediction`.
 
-    The server itself turns the text into tokens (`/tokenize`). If it cannot, the request goes without: only drafts are
-    lost.
+    The server itself turns the text into tokens (`/tokenize`). If it cannot, the request is sent without: only drafts
+    are lost.
     """
-    theirs = given.get(XARGS) or {}
-    if given.get("prediction") is None or not isinstance(theirs, Mapping) or PREDICTION in theirs:
+    if _has_argument(given, PREDICTION):
         return {}
     try:
         most = _most_tokens(given)
@@ -126,7 +126,7 @@ async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, 
         tokens = await ServerTokenization(endpoint, model, TOKENIZE_SECONDS).tokenize(text)
     except (UpstreamError, InvalidRequestError):
         return {}
-    return {XARGS: {**theirs, PREDICTION: tokens[:most]}} if tokens else {}
+    return _added(XARGS, {PREDICTION: tokens[:most]}, given) if tokens else {}
 
 
 def _most_tokens(given: Mapping[str, Any]) -> int:

@@ -1,6 +1,6 @@
 """Keeps the tenants of a gateway apart in an upstream that they share.
 
-vLLM and SGLang keep the prompts of earlier requests in a prefix cache, so that how long an answer takes tells what was
+vLLM and SGLang hold the prompts of earlier requests in a prefix cache, so that the time of an answer shows what was
 sent before. Requests with different salts share nothing there.
 """
 
@@ -20,30 +20,37 @@ SALT = "cache_salt"
 SGLANG_KEY = "extra_key"
 """SGLang's second salt; it joins the two without a separator."""
 _IDS = ("x-request-id", "idempotency-key")
-# What vLLM takes, and stores on disk behind it can hold.
+# What vLLM and the disk stores behind it accept; other characters have ended servers.
 _HARMLESS = re.compile(r"[\w.:+=-]{1,128}", re.ASCII)
 
 
 class TenantIsolation:
-    """Makes what an upstream is told in place of a tenant's name and of names that the tenant chose.
+    """Replaces, in what is sent to an upstream, a tenant's name and the names that the tenant chose.
 
-    All of it is HMAC-SHA256 with the server's `secret`, 64 hexadecimal digits: nobody can guess another tenant's.
-    `required`: the gateway has several tenants, so that no request may go out without a salt.
+    Each replacement is HMAC-SHA256 with the server's `secret`, 64 hexadecimal digits: no tenant can guess another's.
+    `required`: the gateway has several tenants, so that no request may be sent without a salt.
     """
 
     def __init__(self, secret: bytes, *, required: bool) -> None:
         self._secret = secret
-        self._salts: dict[tuple[str, int], str] = {}  # of the tenants, whose number is the configuration's
         self.required = required
 
     def salt(self, tenant: str, *chosen: str | None) -> str:
         """The salt of a tenant's requests, another one for each combination of salts that a client has chosen."""
-        if any(chosen):
-            return self._digest("salt", tenant, *chosen)
-        known = self._salts.get((tenant, len(chosen)))
-        if known is None:
-            known = self._salts[tenant, len(chosen)] = self._digest("salt", tenant, *chosen)
-        return known
+        return self._digest("salt", tenant, *chosen)
+
+    def salts(self, kind: str, tenant: str, given: Mapping[str, Any], *, apart: bool) -> dict[str, Any]:
+        """The salt fields of a body with the fields `given`: the tenant's, if tenants are kept `apart`; else only what
+        replaces a client's salt that has ended servers. Raises `InvalidRequestError` for a salt that is no text.
+        """
+        names = (SALT, SGLANG_KEY) if kind == "sglang" and apart else (SALT,)
+        chosen = [_chosen_salt(given, name) for name in names]
+        if not apart and (chosen[0] is None or _HARMLESS.fullmatch(chosen[0])):
+            return {}
+        salted: dict[str, Any] = {SALT: self.salt(tenant, *chosen)}
+        if chosen[1:] not in ([], [None]):
+            salted[SGLANG_KEY] = None  # it is part of the salt now
+        return salted
 
     def labels(self, tenant: str, labels: Labels) -> Labels:
         """`labels` with session and workflow names that no other tenant can have."""
@@ -65,14 +72,9 @@ class TenantIsolation:
         return hmac.digest(self._secret, message, "sha256").hex()
 
 
-def chosen_salt(given: Mapping[str, Any], name: str) -> str | None:
-    """The salt in a body's field `name`, None if there is none. Raises `InvalidRequestError` if it is no text."""
+def _chosen_salt(given: Mapping[str, Any], name: str) -> str | None:
+    """The salt in a body's field `name`, None without one. Raises `InvalidRequestError` if it is no text."""
     value = given.get(name)
     if value is not None and not (isinstance(value, str) and value):
         raise InvalidRequestError(f"{name} must be a string that is not empty", param=name)
     return value
-
-
-def is_harmless(salt: str) -> bool:
-    """Whether a client's own salt can pass as it is: other characters have ended servers."""
-    return _HARMLESS.fullmatch(salt) is not None

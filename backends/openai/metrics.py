@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint
-from agentspec.errors import UpstreamError
 
 DRAFTER_METRIC = "agentspec_vllm_drafter_info"  # published by our plug-in in the server
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)", re.ASCII)
@@ -27,13 +26,9 @@ class DrafterInfo:
     version: str = ""
 
 
-async def read_drafter(endpoint: Endpoint, timeout: float) -> DrafterInfo | None:
-    """The drafter in the server's metrics; None if it does not answer in `timeout` seconds."""
-    try:
-        async with asyncio.timeout(timeout):
-            content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
-    except (UpstreamError, TimeoutError):
-        return None
+async def read_drafter(endpoint: Endpoint, timeout: float) -> DrafterInfo:
+    """The drafter in the server's metrics. Raises `UpstreamError`."""
+    content = await endpoint.fetch("GET", "/metrics", above=True, timeout=timeout, limit=MAX_LIST_BYTES)
     return parse_drafter(content.decode("utf-8", "replace"))
 
 
@@ -48,16 +43,15 @@ def samples(text: str, beginnings: tuple[str, ...]) -> Iterator[tuple[str, dict[
     """Name, labels and value of each line with one of these beginnings. Lines without a finite value are skipped."""
     for line in text.split("\n"):
         sample = _SAMPLE.match(line) if line.startswith(beginnings) else None
-        if sample is not None and (value := _finite(sample[3])) is not None:
+        if sample is not None and math.isfinite(value := _number(sample[3])):
             yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
 
 
-def _finite(text: str) -> float | None:
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        return None
-    return value if abs(value) < float("inf") else None
+        return math.nan
 
 
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
@@ -76,7 +70,7 @@ class ServerLoad:
 
 
 def parse_load(text: str) -> ServerLoad | None:
-    """The load in metrics of Prometheus' text format, of all engines of the server; None if it tells none.
+    """The load in metrics of Prometheus' text format, of all engines of the server; None if they do not show it.
 
     Counts are added up. Of KV caches the fullest counts: its engine is the one that preempts.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from agentspec.errors import UpstreamError, UpstreamTimeoutError
 from agentspec.protocol.wire import SseDecoder, object_in
 
 logger = logging.getLogger(__name__)
-TRIES = 2  # tries of a request that gets no answer in time
+TRIES = 2  # of a request that gets no answer in time: a server may prepare an ability on first use
 _QUESTION = [{"role": "user", "content": "Say hello."}]
 _BEGUN = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 # Tokenizers that agree on plain words differ in blanks, numbers, other scripts and emoji.
@@ -59,6 +60,7 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
     if model is None:
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
+    drafter = None
     is_vllm = (configured_kind(settings) or owner_of(listed)) == "vllm"
     try:
         plain = await prober.ask(_BEGUN)
@@ -66,18 +68,22 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         return ProbeReport(reachable=True, error=error.message, models=models)
     tokenizes = await prober.tokenizes()
     other = tokenizes and await prober.has_other_tokenizer()
+    if is_vllm:
+        drafter = DrafterInfo()
+        with suppress(UpstreamError):
+            drafter = await read_drafter(endpoint, timeout)
     return ProbeReport(
         reachable=True,
         models=models,
         answers=True,
         streaming_usage=await prober.streams_usage(),
-        token_ids=await prober.returns_token_ids(),
+        token_ids=bool(_choice(await prober.attempt(_QUESTION, return_token_ids=True)).get("token_ids")),
         continue_final=await prober.continues(_prompt_tokens(plain)),
-        logprobs=await prober.gives_logprobs(),
+        logprobs=bool(_choice(await prober.attempt(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs")),
         tokenizes=tokenizes and not other,
         other_tokenizer=other,
         context_length=_context_length(listed, model),
-        drafter=(await read_drafter(endpoint, timeout) or DrafterInfo()) if is_vllm else None,
+        drafter=drafter,
     )
 
 
@@ -100,36 +106,28 @@ class _Prober:
             return False
         return any(_prompt_tokens(object_in(event)) is not None for event in events)
 
-    async def returns_token_ids(self) -> bool:
-        return bool(_choice(await self._try(_QUESTION, return_token_ids=True)).get("token_ids"))
-
-    async def gives_logprobs(self) -> bool:
-        return bool(_choice(await self._try(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs"))
-
     async def tokenizes(self) -> bool:
         side = ServerTokenization(self.endpoint, self.model, self.timeout)
-        try:
+        with suppress(UpstreamError):
             return await side.detokenize(await side.tokenize("Hello")) == "Hello"
-        except UpstreamError:
-            return False
+        return False
 
     async def has_other_tokenizer(self) -> bool:
         """Whether the tokenizer endpoints read a prompt differently from the model that answers.
 
-        That is so behind a router that sends them to another server. A model that does not tell its prompt's ids is
-        taken at its word.
+        That is so behind a router that sends them to another server. A model that does not show its prompt's ids
+        counts as one with the same tokenizer.
         """
-        answer = await self._try(_TELLING, return_token_ids=True)
+        answer = await self.attempt(_TELLING, return_token_ids=True)
         read = answer.get("prompt_token_ids") or _choice(answer).get("prompt_token_ids")
         if not read:
             return False
-        try:
+        written: list[int] = []
+        with suppress(UpstreamError):
             written = await ServerTokenization(self.endpoint, self.model, self.timeout).rendered_ids(_TELLING)
-        except UpstreamError:
-            return True
         if read != written:
             logger.warning(
-                "upstream %s: its tokenizer is not its model's, so no token ids are used", self.endpoint.name
+                "upstream %s: its tokenizer is not that of its model: no token ids are used", self.endpoint.name
             )
         return bool(read != written)
 
@@ -139,13 +137,12 @@ class _Prober:
         A continued message lacks the end of its turn and the start of the next, so its prompt must be shorter. Success
         alone proves nothing: many upstreams ignore unknown fields.
         """
-        answer = await self._try(_BEGUN, continue_final_message=True, add_generation_prompt=False)
+        answer = await self.attempt(_BEGUN, continue_final_message=True, add_generation_prompt=False)
         continued = _prompt_tokens(answer)
         return plain is not None and continued is not None and continued < plain
 
-    async def _try(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-        """The answer, empty for a refusal. A request that times out is tried twice, since a server may prepare an
-        ability on first use."""
+    async def attempt(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+        """The answer, empty for a refusal."""
         for _ in range(TRIES):
             try:
                 return await self.ask(messages, **fields)

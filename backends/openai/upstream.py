@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint as the gateway forwards to it: what its server is told, and how tenants stay apart."""
+"""An OpenAI-compatible endpoint as the gateway forwards to it: added fields and headers, and isolated tenants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentspec.backends.openai.fields import (
     switch_fields,
     takes_switches,
 )
-from agentspec.backends.openai.isolation import SALT, SGLANG_KEY, TenantIsolation, chosen_salt, is_harmless
+from agentspec.backends.openai.isolation import SALT, TenantIsolation
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
@@ -33,8 +33,8 @@ from agentspec.protocol.headers import label_headers, read_labels
 from agentspec.types import DEFAULT_TENANT, Labels
 
 logger = logging.getLogger(__name__)
-_SAID = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers are sent in another form
-_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments besides OpenAI's
+_TRANSLATED = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers get in another form
+_LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments in addition to OpenAI's
 
 
 class Upstream:
@@ -74,36 +74,35 @@ class Upstream:
         tenant: str = DEFAULT_TENANT,
         above: bool = False,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Forward a request byte for byte to `path` below the base URL, or, `above`, beside its /v1; the caller
-        allow-lists paths.
+        """Forward a request byte for byte to `path` below the base URL, or, `above`, next to its /v1; the caller
+        checks that the path is allowed.
 
-        With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are made the
-        tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
+        With several tenants, request ids and the names of sessions and workflows in `headers` (lower case) are replaced
+        by the tenant's own. Error answers are returned like others, with status and body. Leaving the block cancels the
         upstream's work. Raises `UpstreamError` if nothing answers, and for redirects.
         """
         labels = self._own_labels(tenant, read_labels(headers))
-        told = self._session_headers(labels)
+        added = self._session_headers(labels)
         if self._isolation is not None and self._isolation.required:
             headers = self._isolation.headers(tenant, headers) | label_headers(labels)
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query, told=told, above=above)
+        return self._endpoint.send(method, path, headers=headers, body=body, query=query, added=added, above=above)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
         self._isolation = isolation
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if the upstream could not keep several tenants apart, and may not be shared.
+        """Raises `ConfigurationError` if the upstream cannot keep several tenants apart, and may not be shared.
 
         One that does not answer now is asked again by each request.
         """
         kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
+        name = self._endpoint.name
         if kind is None:
-            logger.warning(
-                "upstream %s does not answer: until it does, requests to it are refused", self._endpoint.name
-            )
+            logger.warning("upstream %s does not answer: until it does, requests to it are refused", name)
         if kind == "other":
             raise ConfigurationError(
-                f"upstream {self._endpoint.name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
+                f"upstream {name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
                 ' tenants apart: set shared_upstream = true for it if they may share them, or server_kind = "vllm" or'
                 ' "sglang" if it is one that hides it'
             )
@@ -113,11 +112,11 @@ class Upstream:
     ) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        A vLLM server is sent the labels and the tokens of a prediction, one with our drafter the latency goal, one that
-        knows sessions the session's name, one that schedules by priority the client's on its own scale, if the settings
-        allow it; vLLM and SGLang what is switched `off`, and with several tenants a salt for each, while names of
-        sessions and workflows are made the tenant's own. May wait until the upstream is recognised. Raises
-        `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt or goal that is none.
+        vLLM gets the labels and the tokens of a prediction; with our drafter also the latency goal. vLLM and SGLang get
+        the session's name and what is switched `off`, and, if the settings say so, the client's priority on their own
+        scale. With several tenants both get a salt for each tenant, and the tenant's own names of sessions and
+        workflows. May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
+        `InvalidRequestError` for a salt or goal that is none.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -129,13 +128,13 @@ class Upstream:
             sent = self._apart.labels(tenant, named)
             if not isinstance(given.get(SESSION), (str, NoneType)):
                 raise InvalidRequestError(f"{SESSION} must be a string", param=SESSION)
-        if not (off or sent != Labels() or any(given.get(name) is not None for name in _SAID)):
+        if not (off or sent != Labels() or any(given.get(name) is not None for name in _TRANSLATED)):
             return salts
         kind = await self._detector.kind()
         fields = salts | (await self._vllm_fields(sent, given) if kind == "vllm" else {})
         session = self._own_labels(tenant, labels).session
         if given.get(SESSION) and not self._apart:
-            session = None  # the client's own stays
+            session = None  # the client's own is sent
         fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
         return fields | (switch_fields(kind, path, off, {**given, **fields}) if off else {})
 
@@ -156,7 +155,7 @@ class Upstream:
 
     async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
-        route cannot carry; nor one of the switches `off` that vLLM or SGLang could be told at another one.
+        route cannot carry; nor one of the switches `off` that vLLM or SGLang take at another one.
         """
         kind = await self._detector.kind() if off else None
         if takes_switches(kind, CHAT) and not takes_switches(kind, path):
@@ -168,7 +167,7 @@ class Upstream:
         return await self._detector.kind()
 
     async def keeps_latency(self, path: str) -> bool:
-        """Whether the upstream's drafts serve latency goals first: it runs our drafter, and can be told them there."""
+        """Whether the upstream's drafts serve latency goals first: it runs our drafter, and `path` can carry goals."""
         return path in _LABELLED and await self._detector.keeps_latency()
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
@@ -179,7 +178,7 @@ class Upstream:
         await self._endpoint.aclose()
 
     async def leave_loop(self) -> None:
-        """Close the connections of the running loop, which is about to end; connections of other loops stay."""
+        """Close the connections of the running loop, which is about to end; those of other loops stay open."""
         await self._endpoint.leave_loop()
 
     @property
@@ -192,7 +191,7 @@ class Upstream:
         return self._apart.labels(tenant, labels) if self._apart else labels
 
     def _session_headers(self, labels: Labels) -> dict[str, str]:
-        """The header by which SGLang's router holds the session in `labels`, which are the tenant's, on one server."""
+        """The header by which SGLang's router sends all calls of the session in `labels` to one server."""
         if labels.session is None or self._detector.known != "sglang":
             return {}
         return {"x-smg-routing-key": quote(labels.session, safe=" !#$&'()*+,/:;=?@[]")}
@@ -201,18 +200,11 @@ class Upstream:
         if self._isolation is None or not (self._apart or given.get(SALT)):
             return {}
         kind = await self._detector.kind()
-        if kind not in ("vllm", "sglang"):
-            if self._apart:
-                raise UpstreamIsolationError(
-                    f"upstream {self._endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
-                    " caches of several tenants apart; try again later, or let the operator set shared_upstream for it"
-                )
-            return {}
-        names = (SALT, SGLANG_KEY) if kind == "sglang" and self._apart else (SALT,)
-        chosen = [chosen_salt(given, name) for name in names]
-        if not self._apart and (chosen[0] is None or is_harmless(chosen[0])):
-            return {}
-        salted: dict[str, Any] = {SALT: self._isolation.salt(tenant, *chosen)}
-        if chosen[1:] not in ([], [None]):
-            salted[SGLANG_KEY] = None  # it is part of the salt now
-        return salted
+        if kind in ("vllm", "sglang"):
+            return self._isolation.salts(kind, tenant, given, apart=self._apart is not None)
+        if self._apart:
+            raise UpstreamIsolationError(
+                f"upstream {self._endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
+                " caches of several tenants apart; try again later, or let the operator set shared_upstream for it"
+            )
+        return {}

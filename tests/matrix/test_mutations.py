@@ -51,7 +51,12 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         "if False:",
         {"backend": "native", "keyed": True},
     ),
-    "no salt": (f"{UPSTREAM}._salts", "return salted", "return {}", {"backend": "upstream", "keyed": True}),
+    "no salt": (
+        "agentspec.backends.openai.isolation:TenantIsolation.salts",
+        "return salted",
+        "return {}",
+        {"backend": "upstream", "keyed": True},
+    ),
     "session's own name passed on": (
         "agentspec.backends.openai.isolation:TenantIsolation.labels",
         "self._digest('session', tenant, labels.session)",

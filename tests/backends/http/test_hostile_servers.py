@@ -7,52 +7,31 @@ import random
 import tracemalloc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from itertools import chain, repeat
+from typing import Any
 
 import pytest
 
-from agentspec.backends.http import Endpoint
-from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
+from tests.backends.http.conftest import Client, ask, serving
 
-pytestmark = pytest.mark.anyio
 OK = b"HTTP/1.1 200 OK\r\n"
 WHOLE = OK + b"content-length: 2\r\n\r\n{}"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 
-async def each(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
-
-
 @asynccontextmanager
-async def answering(
-    pieces: Iterable[bytes] | AsyncIterator[bytes], read_timeout: float = 5.0
-) -> AsyncIterator[Endpoint]:
-    """An endpoint whose server sends `pieces` in answer to every request, and then closes the connection."""
-    left: list[asyncio.Task[None] | None] = []
+async def answering(pieces: Iterable[bytes], pause: float = 0.0, read_timeout: float = 5.0) -> AsyncIterator[Any]:
+    """A function that asks a server which sends `pieces` in answer to every request and then closes the connection."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left.append(asyncio.current_task())
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            async for piece in pieces if isinstance(pieces, AsyncIterator) else each(pieces):
-                writer.write(piece)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    async def script(client: Client) -> None:
+        await client.request()
+        for piece in pieces:
+            await asyncio.sleep(pause)
+            await client.send(piece)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    endpoint = Endpoint(OpenAISettings(base_url=url, read_timeout=read_timeout))  # type: ignore[arg-type]
-    try:
-        yield endpoint
-    finally:
-        await endpoint.aclose()
-        server.close()
-        await asyncio.gather(*(task for task in left if task is not None), return_exceptions=True)
+    async with serving(script, read_timeout=read_timeout) as (_, backend):
+        yield lambda: ask(backend)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +65,10 @@ async def answering(
     ],
 )
 async def test_what_is_no_answer_is_an_error(wire: bytes) -> None:
-    async with answering([wire]) as endpoint:
+    async with answering([wire]) as asked:
         for _ in range(2):
             with pytest.raises(UpstreamError):
-                await endpoint.fetch("GET", "/x")
+                await asked()
 
 
 @pytest.mark.parametrize(
@@ -106,10 +85,10 @@ async def test_what_is_no_answer_is_an_error(wire: bytes) -> None:
     ],
 )
 async def test_what_is_odd_but_clear_is_an_answer(wire: bytes) -> None:
-    """A second answer that nobody asked for is not the next call's."""
-    async with answering([wire]) as endpoint:
+    """A second answer to one request is not the next call's."""
+    async with answering([wire]) as asked:
         for _ in range(3):
-            assert await endpoint.fetch("GET", "/x") == b"{}"
+            assert await asked() == b"{}"
 
 
 async def test_mutated_answers_hang_and_break_nothing() -> None:
@@ -119,51 +98,37 @@ async def test_mutated_answers_hang_and_break_nothing() -> None:
         for _ in range(chance.randint(1, 4)):
             at = chance.randrange(len(wire))
             wire[at : at + chance.randint(0, 2)] = bytes(chance.choices(b"\r\n\0 :;0fX\xff", k=chance.randint(0, 3)))
-        async with answering([bytes(wire[:at]), bytes(wire[at:])]) as endpoint:
+        async with answering([bytes(wire[:at]), bytes(wire[at:])]) as asked:
             with suppress(UpstreamError):
-                await endpoint.fetch("GET", "/x")
+                await asked()
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [b"x-name: " + b"v" * 65000 + b"\r\n", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 2000, b"v" * 65536, b"a:\r\n" * 16384],
-    ids=["headers", "hints", "one header", "many headers"],
-)
-async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
-    head = [] if piece.startswith(b"HTTP") else [OK, b"x-name: "]
-    async with answering([*head, *[piece] * 2000]) as endpoint:
+LINE = b"x-name: " + b"v" * 65000 + b"\r\n"
+ENDLESS: dict[str, Iterable[bytes]] = {
+    "headers": (OK, *[LINE] * 2000),
+    "hints": [b"HTTP/1.1 103 Early Hints\r\n\r\n" * 2000] * 2000,
+    "one header": (OK, b"x-name: ", *[b"v" * 65536] * 2000),
+    "many headers": (OK, *[b"a:\r\n" * 16384] * 2000),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", *[LINE] * 1000),
+}
+
+
+@pytest.mark.parametrize("pieces", ENDLESS.values(), ids=ENDLESS)
+async def test_a_head_or_trailers_without_end_are_not_held(pieces: Iterable[bytes]) -> None:
+    async with answering(pieces, read_timeout=60) as asked:
         tracemalloc.start()
         try:
             with pytest.raises(UpstreamError):
-                await endpoint.fetch("GET", "/x")
+                await asked()
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert peak < 16 << 20
 
 
-async def test_trailers_without_end_are_not_kept() -> None:
-    trailers = [b"x-name: " + b"v" * 65000 + b"\r\n"] * 1000
-    async with answering([CHUNKED + b"2\r\n{}\r\n0\r\n", *trailers], read_timeout=60) as endpoint:
-        tracemalloc.start()
-        try:
-            with pytest.raises(UpstreamError):
-                await endpoint.fetch("GET", "/x")
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak < 8 << 20
-
-
-async def drip() -> AsyncIterator[bytes]:
-    yield OK
-    while True:
-        await asyncio.sleep(0.05)
-        yield b"a: b\r\n"
-
-
 async def test_a_head_that_drips_is_not_waited_for_for_ever() -> None:
-    """What counts is the time until the head is there, not the time between its bytes."""
-    async with answering(drip(), read_timeout=0.5) as endpoint, asyncio.timeout(60):
+    """The time until the head has arrived counts, not the time between its bytes."""
+    async with answering(chain([OK], repeat(b"a: b\r\n", 1000)), pause=0.5, read_timeout=5) as asked:
         with pytest.raises(UpstreamError, match="in time"):
-            await endpoint.fetch("GET", "/x")
+            await asked()
+        assert asyncio.get_running_loop().time() < 60

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
+import httpx2 as httpx
 import pytest
 
 from agentspec.backends.base import Backend
-from agentspec.backends.http import httpx
 from agentspec.backends.openai import OpenAIBackend
-from agentspec.backends.openai import backend as backend_module
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import UpstreamError, UpstreamStatusError
+from agentspec.errors import InvalidRequestError, UpstreamError, UpstreamStatusError
 from agentspec.protocol.wire import MAX_EVENT_BYTES
-from agentspec.types import Delta, GenerateRequest, Labels, Usage
+from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 REQUEST = GenerateRequest(model="m", messages=[{"role": "user", "content": "hi"}])
@@ -32,11 +32,11 @@ class Chunks(httpx.AsyncByteStream):
     """A body in pieces; an exception among them is raised, a number is slept. Notes whether it was closed."""
 
     def __init__(self, pieces: Sequence[bytes | Exception | float]) -> None:
-        self._pieces = pieces
+        self.pieces = pieces
         self.closed = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
+        for piece in self.pieces:
             if isinstance(piece, Exception):
                 raise piece
             if isinstance(piece, bytes):
@@ -92,12 +92,6 @@ async def test_the_same_deltas_for_one_byte_chunks() -> None:
     assert await collect(backend([wire[i : i + 1] for i in range(len(wire))])) == expected
 
 
-async def test_the_settings_model_stands_in_for_none() -> None:
-    seen: list[httpx.Request] = []
-    await collect(backend(events(*EVENTS), seen=seen.append), GenerateRequest(model="", text="x"))
-    assert json.loads(seen[-1].content)["model"] == "own"
-
-
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 async def test_an_error_answer_is_kept_whole(status: int) -> None:
     body = b'{"error": {"message": "no such luck"}}'
@@ -119,8 +113,8 @@ async def test_room_is_asked_for_a_large_answer_that_is_no_stream() -> None:
         asked.append(size)
 
     async with upstream.forward("POST", "/chat/completions", headers={}) as response:
-        told = [delta async for delta in upstream.deltas(response, room)]
-    assert [len(delta.text) for delta in told] == [100_000]
+        deltas = [delta async for delta in upstream.deltas(response, room)]
+    assert [len(delta.text) for delta in deltas] == [100_000]
     assert sum(asked) == len(body) - 65536
 
 
@@ -184,7 +178,7 @@ TOKEN = {"token": "a", "logprob": -1.0}
 async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
     choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "MAX_ANSWER_BYTES", 1500)
+    monkeypatch.setattr("agentspec.backends.openai.backend.MAX_ANSWER_BYTES", 1500)  # 64 MiB take too long
     few, many = ([{"choices": [{"index": 0, **choice}]}] * count for count in (3, 9))
     assert await collect(backend(events(*few, EVENTS[3])))
     with pytest.raises(UpstreamError, match="more than 1500 bytes"):
@@ -193,7 +187,7 @@ async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
 
 async def test_cancelling_closes_the_connection() -> None:
     body = Chunks([60.0])
-    with anyio.move_on_after(1):
+    with anyio.move_on_after(0.05):
         await collect(backend(body))
     assert body.closed
 
@@ -228,3 +222,103 @@ async def test_models() -> None:
 async def test_what_holds_no_vectors_is_the_upstreams_mistake(answer: bytes) -> None:
     with pytest.raises(UpstreamError, match="vectors"):
         await backend([answer], content_type="application/json").embed(["x", "y"], "m")
+
+
+# The body that is sent.
+
+
+async def sent(**fields: Any) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request with these fields."""
+    seen: list[httpx.Request] = []
+    given = {"model": "m", **({} if fields.keys() & {"text", "token_ids"} else {"messages": REQUEST.messages})}
+    with suppress(UpstreamError):
+        await collect(backend([], seen=seen.append), GenerateRequest(**{**given, **fields}))
+    return seen[-1].url.path, json.loads(seen[-1].content)
+
+
+DEFAULTS = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+
+
+async def test_only_what_differs_from_the_defaults_is_sent() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert await sent() == ("/v1/chat/completions", DEFAULTS | {"messages": messages})
+    assert await sent(text="p") == ("/v1/completions", DEFAULTS | {"prompt": "p"})
+    assert await sent(token_ids=[1, 2]) == ("/v1/completions", DEFAULTS | {"prompt": [1, 2]})
+    assert (await sent(model="", text="p"))[1]["model"] == "own"  # the settings'
+
+
+async def test_a_default_that_was_given_is_sent() -> None:
+    """A server may have another one, as vLLM has the model's own temperature; `replace` leaves out what was not set."""
+    numbers = {"temperature": 1.0, "top_p": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    numbers |= {"presence_penalty": 0, "frequency_penalty": 0.0}
+    assert SamplingParams(**numbers) == SamplingParams()  # type: ignore[arg-type]
+    for name, value in numbers.items():
+        given: dict[str, Any] = {name: value}
+        for sampling in (SamplingParams(**given), replace(SamplingParams(seed=1), **given)):
+            _, body = await sent(sampling=replace(sampling, seed=2, n=1, stop=()))
+            assert {one: body[one] for one in (*numbers, "stop", "n") if one in body} == given
+
+
+async def test_every_sampling_field_is_sent() -> None:
+    given: dict[str, Any] = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1}
+    given |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "seed": 0, "max_tokens": 9, "min_tokens": 4}
+    given |= {"logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+    lists = {"stop": ["a", "b"], "stop_token_ids": [1, 2], "bad_words": ["x"]}
+    sampling = SamplingParams(
+        **given,
+        **{name: tuple(one) for name, one in lists.items()},  # type: ignore[arg-type]
+        logit_bias={7: 2.0},
+        structured_outputs=StructuredOutputs(regex="a"),
+    )
+    _, body = await sent(sampling=sampling)
+    found = {name: body[name] for name in SamplingParams.__dataclass_fields__ if name != "n"}
+    assert found == {**given, **lists, "logit_bias": {"7": 2.0}, "structured_outputs": {"regex": "a"}}
+    _, body = await sent(text="p", sampling=sampling)
+    assert body["logprobs"] == 2 and "top_logprobs" not in body
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"name": "answer", "schema": {"type": "object"}}
+TRANSLATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "continued": ({"continue_final": True}, {"continue_final_message": True, "add_generation_prompt": False}),
+    "extra fields": (
+        {"extra": {"tools": [1], "stream": False, "model": "x", "stream_options": None}},
+        DEFAULTS | {"tools": [1]},
+    ),
+    "a prediction": ({"prediction": "t", "extra": {"prediction": "p"}}, {"prediction": "p"}),
+    "a prediction for us": ({"prediction": "t"}, {"prediction": None}),
+    "an object": ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+    "a schema": (
+        {"json": {"type": "object"}},
+        {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    ),
+    "a choice": ({"choice": ("a", "b")}, {"structured_outputs": {"choice": ["a", "b"]}}),
+    "tools": ({"tools": (TOOL,)}, {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": None}),
+    "one tool": (
+        {"tools": (TOOL,), "tool_choice": "f", "parallel_tool_calls": False},
+        {"tool_choice": TOOL, "parallel_tool_calls": False},
+    ),
+    "the prompt": (
+        {"start_answer": False, "return_prompt": True, "split_reasoning": False, "template_arguments": {"a": 1}},
+        # with include_reasoning = false, vLLM would leave the thoughts out of the raw text
+        {"add_generation_prompt": False, "return_token_ids": True, "include_reasoning": None}
+        | {"chat_template_kwargs": {"a": 1}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), TRANSLATED.values(), ids=TRANSLATED)
+async def test_fields_are_sent_in_the_form_of_openai_or_else_of_vllm(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    if given.keys() <= {"json_object", "json", "choice"}:
+        given = {"sampling": SamplingParams(structured_outputs=StructuredOutputs(**given))}
+    _, body = await sent(**given)
+    assert {name: body.get(name) for name in expected} == expected
+
+
+async def test_more_choices_than_one_are_refused() -> None:
+    for given in ({"extra": {"n": 2}}, {"sampling": SamplingParams(n=2)}):
+        with pytest.raises(InvalidRequestError, match="one answer at a time") as caught:
+            await sent(**given)
+        assert caught.value.param == "n"

@@ -3,17 +3,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from agentspec.backends.base import tokenization_of
-from agentspec.backends.http import Endpoint, httpx
 from agentspec.backends.openai import OpenAIBackend, ProbeReport
-from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
 
 pytestmark = pytest.mark.anyio
-SETTINGS = OpenAISettings(base_url="http://upstream.test/v1")  # type: ignore[arg-type]
 
 
 def answer(body: Any, status: int = 200, content_type: str = "application/json") -> httpx.Response:
@@ -26,44 +24,44 @@ class Upstream:
     """An endpoint with the abilities it is given; like many real ones it ignores fields that it does not know."""
 
     def __init__(self, *abilities: str, models: tuple[str, ...] = ("one", "two"), status: int = 200) -> None:
-        self._abilities = abilities
-        self._models = models
-        self._status = status
+        self.abilities = abilities
+        self.models = models
+        self.status = status
         self.bodies: list[dict[str, Any]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/models"):
-            return answer({"data": [{"id": name} for name in self._models]})
-        if self._status != 200:
-            return answer({"error": {"message": "broken"}}, self._status)
+            return answer({"data": [{"id": name} for name in self.models]})
+        if self.status != 200:
+            return answer({"error": {"message": "broken"}}, self.status)
         body = json.loads(request.content)
         if request.url.path in ("/tokenize", "/detokenize"):
-            return self._tokenizer(request.url.path, body)
+            return self.tokenizer(request.url.path, body)
         self.bodies.append(body)
-        continued = "continue" in self._abilities and body.get("continue_final_message")
+        continued = "continue" in self.abilities and body.get("continue_final_message")
         usage = {"prompt_tokens": 8 if continued else 12, "completion_tokens": 1}
         if body.get("stream"):
-            shown = {"choices": [], "usage": usage if "usage" in self._abilities else None}
+            shown = {"choices": [], "usage": usage if "usage" in self.abilities else None}
             content = f"data: {json.dumps(shown)}\n\ndata: [DONE]\n\n"
             return answer(content, content_type="text/event-stream")
         choice: dict[str, Any] = {"message": {"content": "x"}, "finish_reason": "length"}
-        told: dict[str, Any] = {}
-        if "prompt ids" in self._abilities and body.get("return_token_ids"):
-            told = {"prompt_token_ids": self._read(body)}
-        if "ids" in self._abilities and body.get("return_token_ids"):
+        prompt: dict[str, Any] = {}
+        if "prompt ids" in self.abilities and body.get("return_token_ids"):
+            prompt = {"prompt_token_ids": self.read(body)}
+        if "ids" in self.abilities and body.get("return_token_ids"):
             choice["token_ids"] = [1]
-        if "logprobs" in self._abilities and body.get("logprobs"):
+        if "logprobs" in self.abilities and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"token": "x", "logprob": 0.0}]}
-        return answer({"choices": [choice], "usage": usage, **told})
+        return answer({"choices": [choice], "usage": usage, **prompt})
 
-    def _read(self, body: dict[str, Any]) -> list[int]:
+    def read(self, body: dict[str, Any]) -> list[int]:
         """A message's characters; with the ability to misread, one emoji is another token."""
         text = "".join(f"<{message['role']}>{message['content']}" for message in body["messages"]) + "<assistant>"
-        return [*map(ord, text.replace("\U0001f642", "?") if "misread" in self._abilities else text)]
+        return [*map(ord, text.replace("\U0001f642", "?") if "misread" in self.abilities else text)]
 
-    def _tokenizer(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def tokenizer(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """As vLLM's: a token a character, and a chat template that puts the role before the content."""
-        if "tokenizer" not in self._abilities:
+        if "tokenizer" not in self.abilities:
             return answer({"error": {"message": "not found"}}, 404)
         if path == "/detokenize":
             return answer({"prompt": "".join(map(chr, body["tokens"]))})
@@ -91,12 +89,12 @@ async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None
     assert report == ProbeReport(reachable=True, models=("one", "two"), answers=True, **{field: True})
 
 
-async def test_requests_are_one_token_and_capabilities_follow() -> None:
+@pytest.mark.parametrize(("model", "asked"), [(None, "one"), ("chosen", "chosen")])
+async def test_requests_are_one_token_and_capabilities_follow(model: str | None, asked: str) -> None:
     upstream = Upstream("ids", "continue", "usage", "logprobs")
-    probed = backend(upstream)
+    probed = backend(upstream, model)
     await probed.probe()
-    assert {body["max_tokens"] for body in upstream.bodies} == {1}
-    assert {body["model"] for body in upstream.bodies} == {"one"}
+    assert {(body["max_tokens"], body["model"]) for body in upstream.bodies} == {(1, asked)}
     assert probed.capabilities.token_ids and probed.capabilities.continue_final
 
 
@@ -111,14 +109,8 @@ async def test_an_ability_that_takes_its_time_at_first_is_found() -> None:
             raise httpx.ReadTimeout("preparing")
         return able(request)
 
-    report = await OpenAIBackend(SETTINGS, transport=httpx.MockTransport(slow)).probe(1.0)
+    report = await backend(slow).probe(1.0)
     assert report.logprobs and not report.token_ids and report.answers
-
-
-async def test_the_settings_model_is_probed() -> None:
-    upstream = Upstream()
-    await backend(upstream, "chosen").probe()
-    assert {body["model"] for body in upstream.bodies} == {"chosen"}
 
 
 async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
@@ -141,7 +133,7 @@ async def test_u12_a_tokenizer_that_is_not_the_models_is_found_at_the_start(capl
     other = backend(Upstream("ids", "tokenizer", "prompt ids", "misread"))
     report = await other.probe()
     assert report.other_tokenizer and not report.tokenizes and report.token_ids
-    assert tokenization_of(other) is None and "tokenizer is not its model's" in caplog.text
+    assert tokenization_of(other) is None and "tokenizer is not that of its model" in caplog.text
 
 
 async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:
@@ -151,7 +143,7 @@ async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> 
         asked.append(json.loads(request.content))
         return answer({"tokens": [1]} if request.url.path.endswith("/tokenize") else {"prompt": "p"})
 
-    side = ServerTokenization(Endpoint(SETTINGS, transport=httpx.MockTransport(tokenizer)), "m")
+    side = backend(tokenizer).tokenizer_of("m")
     tool = {"type": "function", "function": {"name": "add"}}
     assert await side.render([{"role": "user", "content": "hi"}], [tool], {"enable_thinking": False}) == "p"
     assert asked[0]["tools"] == [tool] and asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -160,7 +152,7 @@ async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> 
 
 
 async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
-    side = ServerTokenization(Endpoint(SETTINGS, transport=httpx.MockTransport(lambda request: answer({"x": 1}))), "m")
+    side = backend(lambda request: answer({"x": 1})).tokenizer_of("m")
     for asked in (side.tokenize("a"), side.detokenize([1])):
         with pytest.raises(UpstreamError, match="form that is not known"):
             await asked

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
-from agentspec.backends.http import httpx
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge import remote as module
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, ranked
