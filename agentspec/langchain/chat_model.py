@@ -77,6 +77,8 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
     api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTSPEC_API_KEY", default=None))
     runtime: Runtime | None = Field(default=None, exclude=True, repr=False)
 
+    max_tokens: int | None = None
+    n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -31,12 +31,7 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
     stream = fields.stream_format()
     count = fields.logprobs
     sampling = SamplingParams(**fields.sampling(), logprobs=count is not None, top_logprobs=count or 0)
-    fields.check(sampling)
-    form = AnswerFormat(
-        **stream,
-        token_ids=bool(fields.return_token_ids),
-        echo=fields.echo,
-    )
+    form = AnswerFormat(**stream, token_ids=bool(fields.return_token_ids), echo=fields.echo)
     if form.echo and sampling.logprobs:
         message = "echo and logprobs together are not supported by this model: leave one of them out"
         raise InvalidRequestError(message, param="echo")

@@ -6,33 +6,55 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field, model_validator
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.tool_names import CHOICES
 from agentspec.protocol.validation import (
     REQUIRED,
+    TEXT,
     Closed,
-    Content,
     Model,
     Refused,
     Text,
     check_json,
     must,
+    one_of,
+    read_one,
+    read_parts,
     validated,
-    wrong_type,
 )
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_ROLE: TypeAdapter[str] = TypeAdapter(Text)
-_ROLE_FIELD = frozenset({"role"})
+
+
+class TextPart(Model):
+    """A text. Annotations, log-probabilities and marks of caches tell a model nothing."""
+
+    text: Text = REQUIRED
+
+
+class _UnreadImage(TextPart):
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        raise Refused(": this model reads no images")
+
+
+_PARTS = {"text": TextPart, "image_url": _UnreadImage}
+
+
+def text_of(value: Any, name: str, kinds: Mapping[str, type[TextPart]] = _PARTS) -> str:
+    """The text of the field `name`: a string, or an array of parts, joined without separator."""
+    if isinstance(value, str):
+        return validated(TEXT, value, name)
+    return "".join(part.text for part in read_parts(value, name, kinds))
 
 
 class _Message(Closed):
-    inert: ClassVar[frozenset[str]] = _ROLE_FIELD
+    inert: ClassVar[frozenset[str]] = frozenset({"role"})
     name: Any = None  # labels a speaker for hosted models; no chat template that the local engine runs reads it
-    content: Content = REQUIRED
+    content: Any = None
 
     def template_fields(self) -> dict[str, Any]:
         """The message's fields besides role and content."""
@@ -50,16 +72,16 @@ class _ToolCall(Model):
 
 
 class _AssistantMessage(_Message):
-    """An earlier answer of the model, with its tool calls and reasoning."""
+    """An earlier answer of the model, with its tool calls and its reasoning, which has two names."""
 
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
-    reasoning_content: Text | None = None
-    reasoning: Any = None
+    reasoning_content: Text = ""
+    reasoning: Text = ""
 
     def template_fields(self) -> dict[str, Any]:
         calls = [{"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls or ()]
-        thoughts = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
-        return ({"tool_calls": calls} if calls else {}) | thoughts
+        thoughts = self.reasoning_content or self.reasoning
+        return ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thoughts} if thoughts else {})
 
 
 class _ToolMessage(_Message):
@@ -72,32 +94,19 @@ class _ToolMessage(_Message):
         return {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
 
 
-_MODELS: dict[str, type[_Message]] = {"assistant": _AssistantMessage, "tool": _ToolMessage}
+_ROLES = dict.fromkeys(("system", "developer", "user"), _Message) | {
+    "assistant": _AssistantMessage,
+    "tool": _ToolMessage,
+}
 
 
 def parse_message(value: Any, name: str) -> dict[str, Any]:
     """One message as a chat template reads it. Raises `InvalidRequestError` that names the wrong part of `name`."""
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    role = validated(_ROLE, value.get("role"), f"{name}.role")
-    if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidRequestError(f"{name}.role is not supported by this model; known: {known}", param=f"{name}.role")
-    model = _MODELS.get(role, _Message)
-    message = model.parse(_tidied(value) if role == "assistant" else value, name)
-    return {"role": ROLES[role], **message.template_fields(), "content": message.content}
-
-
-def _tidied(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant message in uniform shape: content may be missing beside tool calls, reasoning has two names."""
-    calls, content = message.get("tool_calls") or [], message.get("content")
-    thoughts = message.get("reasoning_content") or message.get("reasoning") or None
-    return {
-        **message,
-        "content": "" if content is None and calls else content,
-        "tool_calls": calls,
-        "reasoning_content": thoughts,
-    }
+    message = read_one(value, name, _ROLES, "role")
+    more = message.template_fields()
+    content = "" if message.content is None and "tool_calls" in more else message.content
+    role = "system" if value["role"] == "developer" else value["role"]
+    return {"role": role, **more, "content": text_of(content, f"{name}.content")}
 
 
 class _Named(Model):
@@ -118,7 +127,7 @@ class _Described(Model):
 
 
 class _Tool(Model):
-    type: Annotated[Any, must(lambda kind: kind == "function", " must be 'function'")] = "function"
+    type: Annotated[Any, one_of("function")] = "function"
     function: _Described = REQUIRED
 
 
@@ -142,17 +151,14 @@ def parse_tool_choice(value: Any) -> str:
     return value
 
 
-class _Prediction(Model):
-    type: Annotated[Any, must(lambda kind: kind == "content", " must be 'content'")] = REQUIRED
-    content: Content = REQUIRED
+class _Prediction(Closed):
+    type: Annotated[Any, one_of("content")] = REQUIRED
+    content: Any = None
 
 
 def parse_prediction(value: Any) -> str:
     """The text of a prediction `{"type": "content", "content": text or parts}`."""
-    prediction = _Prediction.parse(value, "prediction")
-    if len(value) > 2:
-        raise InvalidRequestError("prediction holds fields other than type and content", param="prediction")
-    return prediction.content
+    return text_of(_Prediction.parse(value, "prediction").content, "prediction.content")
 
 
 # Arguments that agentspec or Jinja set when the chat template is applied.

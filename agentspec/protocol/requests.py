@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.messages import (
@@ -20,9 +20,9 @@ from agentspec.protocol.messages import (
     parse_tool_choice,
     parse_tools,
 )
-from agentspec.protocol.structured_outputs import parse_form
 from agentspec.protocol.validation import (
     MAX_TOKEN_ID,
+    OBJECT,
     Body,
     Closed,
     Count,
@@ -31,11 +31,17 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     Texts,
+    check_json,
+    checked_length,
+    kind_of,
     must,
+    one_of,
     only,
-    short,
+    shown_name,
+    validated,
 )
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.protocol.wire import loads
+from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
 
@@ -43,8 +49,10 @@ MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_MESSAGES = 2048  # of a chat, or items of a response and those that it continues
 MAX_TOP_LOGPROBS = 20
-EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
-"""`reasoning_effort`, and the nearest of the three that chat templates know; None: no reasoning."""
+MAX_ALLOWED_ANSWERS = 4096  # of `choice`
+_HIGH = dict.fromkeys(("high", "xhigh", "max"), "high")
+EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", **_HIGH}
+"""The efforts of all APIs, and the nearest of the three that chat templates know; None: no reasoning."""
 FORM_FIELDS = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
 
 
@@ -87,7 +95,7 @@ Biases = Annotated[dict[Annotated[int, BeforeValidator(_token_id)], Number], Bef
 
 
 class SamplingFields(BaseModel):
-    """The sampling fields as clients send them, here and in `ChatAgentSpec`; `SamplingParams` has their ranges.
+    """The sampling fields that all APIs and `ChatAgentSpec` call so; `SamplingParams` has their ranges.
 
     A client may turn `top_k` off with -1, and send one stop string without an array.
     """
@@ -103,20 +111,19 @@ class SamplingFields(BaseModel):
     seed: Annotated[int, must(lambda seed: -(2**63) <= seed < 2**63, " must be a 64-bit integer")] | None = None
     stop: Annotated[Texts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
     stop_token_ids: FewTokenIds | None = None
-    max_tokens: Count | None = None
-    n: Count | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     bad_words: Texts | None = None
 
 
-SAMPLED = frozenset(SamplingFields.model_fields) - {"max_tokens", "n"}
-"""The sampling fields that every API calls so: none for several answers, or for a length with names of its own."""
+SAMPLED = frozenset(SamplingFields.model_fields)
 
 
 class _CommonBody(SamplingFields, Body):
     """The fields of both routes that an in-process client may also set in `extra`."""
 
+    max_tokens: Count | None = None
+    n: Count | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -136,7 +143,7 @@ class _CommonBody(SamplingFields, Body):
 
     def sampling(self) -> dict[str, Any]:
         """The members of `SamplingParams` that the request sets, with the form of its answers."""
-        given = self.given(*SamplingFields.model_fields)
+        given = self.given("max_tokens", "n", *SAMPLED)
         forms = self.given(*FORM_FIELDS)
         return given if not forms or (form := parse_form(forms)) is None else {**given, "structured_outputs": form}
 
@@ -150,20 +157,19 @@ class GenerationBody(_CommonBody):
 
     model: Text = ""
     stream: bool = False
-    best_of: Any = None
+    best_of: Annotated[Any, only(1)] = None
 
     def stream_format(self) -> dict[str, Any]:
         """The fields of `AnswerFormat` that concern streams."""
         options = self.stream_options
-        if options.model_fields_set and not self.stream:
-            raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
+        check_stream_options(options, stream=self.stream)
         return {"stream": self.stream, "usage": options.include_usage, "obfuscation": options.include_obfuscation}
 
-    def check(self, sampling: SamplingParams) -> None:
-        """Refuse fields that `sampling` does not support."""
-        if self.best_of is not None and (type(self.best_of), self.best_of) != (int, sampling.n):
-            message = f"best_of = {short(self.best_of)} is not supported by this model"
-            raise InvalidRequestError(message, param="best_of")
+
+def check_stream_options(options: Closed, *, stream: bool) -> None:
+    """Refuse options of a stream that was not requested."""
+    if options.model_fields_set and not stream:
+        raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
 
 
 class _ChatFields(Body):
@@ -175,9 +181,7 @@ class _ChatFields(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    reasoning_effort: (
-        Annotated[Text, must(lambda effort: effort in EFFORTS, f" must be one of {', '.join(EFFORTS)}")] | None
-    ) = None
+    reasoning_effort: Annotated[Text, one_of(*EFFORTS)] | None = None
     verbosity: Annotated[Any, only("low", "medium", "high")] = None  # no chat template knows it
     chat_template_kwargs: TemplateArguments | None = None
     include_reasoning: bool | None = None
@@ -250,7 +254,6 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> 
         raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     shown = {"logprobs": fields.logprobs, "top_logprobs": fields.top_logprobs}
     sampling = SamplingParams(**{**fields.sampling(), "max_tokens": fields.most_tokens(), **shown})
-    fields.check(sampling)
     request = replace(
         plain,
         sampling=sampling,
@@ -292,12 +295,89 @@ def with_deadline(request: GenerateRequest) -> GenerateRequest:
 
 
 def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
-    if not value:
+    if not checked_length(value, "messages", limit):
         raise InvalidRequestError("messages must hold at least one message", param="messages")
-    if len(value) > limit:
-        raise InvalidRequestError(f"messages has {len(value)} entries; {limit} are allowed", param="messages")
     return [parse_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
 def _or(given: T | None, default: T) -> T:
     return default if given is None else given
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, str):  # vLLM also accepts a schema as a JSON string
+        try:
+            value = loads(value)
+        except ValueError:
+            raise Refused(" is a string that is not JSON") from None
+    if not isinstance(value, (bool, dict)):
+        raise Refused(f" must be an object, not {kind_of(value)}")
+    return value
+
+
+_Answers = Annotated[list[Text], Field(max_length=MAX_ALLOWED_ANSWERS, fail_fast=True), AfterValidator(tuple)]
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    "json": TypeAdapter(Annotated[Any, AfterValidator(_schema)]),
+    "json_object": TypeAdapter(bool),
+    "regex": TypeAdapter(Text),
+    "choice": TypeAdapter(_Answers),
+    "grammar": TypeAdapter(Text),
+}
+
+
+def parse_form(fields: Mapping[str, Any]) -> StructuredOutputs | None:
+    """The form that one of `fields` requires; None if it allows any text. Raises `InvalidRequestError` with `param`."""
+    given = {name: form for name, value in fields.items() if (form := _form(name, value)) is not None}
+    if len(given) > 1:
+        raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def _form(name: str, value: Any) -> StructuredOutputs | None:
+    if name == "response_format":
+        return _response_format(name, validated(OBJECT, value, name))
+    if name != "structured_outputs":
+        return _of_kind(name.removeprefix("guided_"), name, value)
+    given = {kind: one for kind, one in validated(OBJECT, value, name).items() if one is not None}
+    if len(given) != 1:
+        raise InvalidRequestError(f"{name} must hold exactly one kind of form, not {len(given)}", param=name)
+    [(kind, one)] = given.items()
+    return _of_kind(kind, shown_name(f"{name}.{kind}"), one)
+
+
+def _response_format(name: str, wanted: Mapping[str, Any]) -> StructuredOutputs | None:
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True, param=f"{name}.type")
+    if kind != "json_schema":
+        raise InvalidRequestError(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
+    described = validated(OBJECT, wanted.get("json_schema"), f"{name}.json_schema")
+    return _of_kind("json", f"{name}.json_schema.schema", described.get("schema"))
+
+
+def _of_kind(kind: str, name: str, value: Any) -> StructuredOutputs:
+    if kind not in _KINDS:
+        raise InvalidRequestError(f"{name} is not supported by this model", param=name)
+    form = validated(_KINDS[kind], value, name)
+    check_json(form, name)
+    return StructuredOutputs(**{kind: form}, param=name)
+
+
+class _Format(Closed):
+    inert: ClassVar[frozenset[str]] = frozenset({"schema"})
+    type: Annotated[Text, one_of("text", "json_object", "json_schema")] = "text"
+    name: Text | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+def parse_format(value: Any, name: str) -> dict[str, Any]:
+    """The fields of a chat for the form that the field `name` of a Responses or a Messages request asks for."""
+    wanted = _Format.parse(value, name)
+    if wanted.type != "json_schema":
+        return {} if wanted.type == "text" else {"response_format": {"type": wanted.type}}
+    schema = validated(OBJECT, value.get("schema"), f"{name}.schema")
+    described = {"name": wanted.name or "answer", "schema": schema, **wanted.given("description", "strict")}
+    return {"response_format": {"type": wanted.type, "json_schema": described}}

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -165,18 +165,13 @@ class ChunkBuilder:
         self._ended += delta.finish_reason is not None
         ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
         null_usage = {"usage": None} if self.format.usage else {}
-        at_end = self._speculation(delta.speculation)
+        at_end = speculation_member(delta.speculation)
         yield self.wrap([choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
         if ends and self.format.usage:
             yield self.wrap([], usage=usage_object(delta.usage or Usage()), **at_end)
 
     def whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
-        return self.wrap(choices, usage=usage_object(answer.usage), **self._speculation(answer.speculation))
-
-    def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
-        if speculation is None:
-            return {}
-        return {"speculation": speculation_object(speculation)}
+        return self.wrap(choices, usage=usage_object(answer.usage), **speculation_member(answer.speculation))
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -198,9 +193,18 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def speculation_object(speculation: Speculation) -> dict[str, Any]:
-    """A gateway's `speculation` object: the fields of the class that the strategy reports."""
-    return asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
+def speculation_member(speculation: Speculation | None) -> dict[str, Any]:
+    """An answer's member `speculation`, if there is one: the fields of the class that the strategy reports."""
+    if speculation is None:
+        return {}
+    saved = round(speculation.estimated_seconds_saved, 6)
+    return {"speculation": asdict(speculation) | {"estimated_seconds_saved": saved}}
+
+
+def thoughts_of(extra: Mapping[str, Any]) -> str:
+    """The thoughts of a delta or a message, which have two names."""
+    found = (extra.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in found if isinstance(text, str)), "")
 
 
 def obfuscated(chunk: dict[str, Any]) -> bytes:

@@ -22,14 +22,17 @@ from pydantic import (
 from agentspec.errors import InvalidRequestError, suggestion
 
 T = TypeVar("T")
+M = TypeVar("M", bound="Model")
 
 MAX_STOPS = 64
 MAX_PHRASE = 1024
 MAX_TOKEN_ID = 2**31 - 1
 
-# Accepted without effect on a local answer: these fields serve a hosted service's billing, storage or abuse handling.
+# Accepted without effect: these fields serve a hosted service's billing, storage, regions, caches or abuse handling.
 INERT = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier session_id store user".split()
+    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier session_id store user"
+    " anthropic_beta anthropic_version betas cache_control diagnostics inference_geo speed user_profile_id"
+    " workspace_id".split()
 )
 # Lists and objects whose items an error does not name: `stop`, not `stop[3]`.
 _UNDIVIDED = re.compile(r"(^|\.)(bad_words|logit_bias|prompt|stop|stop_token_ids|(guided_)?choice)$")
@@ -75,35 +78,19 @@ def only(*allowed: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def one_of(*allowed: Any) -> AfterValidator:
+    """Refuse every other value."""
+    listed = "one of " * (len(allowed) > 1) + ", ".join(map(str, allowed))
+    return must(lambda value: value in allowed, f" must be {listed}")
+
+
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can encode `value`: JSON can write half a surrogate pair, UTF-8 cannot."""
+    """Whether UTF-8 can encode `value`: JSON can write a lone surrogate, UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def text_of(value: Any) -> str:
-    """The text of a string, or of an array of `{"type": "text", "text": ...}` parts, joined without separator."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise Refused(f" must be a string or an array of text parts, not {kind_of(value)}")
-    return "".join(_part_text(part, f"[{index}]") for index, part in enumerate(value))
-
-
-def _part_text(part: Any, below: str) -> str:
-    if not isinstance(part, dict):
-        raise Refused(f" must be an object, not {kind_of(part)}", below)
-    if part.get("type") != "text":
-        raise Refused(": this model reads parts of type 'text' only", below)
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise Refused(f" must be a string, not {kind_of(text)}", f"{below}.text")
-    if not is_text(text):
-        raise Refused(NOT_TEXT, f"{below}.text")
-    return text
 
 
 def _finite(value: Any) -> Any:
@@ -113,10 +100,9 @@ def _finite(value: Any) -> Any:
 
 
 REQUIRED: Any = Field(default=None, validate_default=True)  # a missing field counts as null
-NOT_TEXT = " holds half a surrogate pair, which is not text"
+NOT_TEXT = " holds a lone surrogate, which is not text"
 Text = Annotated[str, must(is_text, NOT_TEXT)]
 NonEmpty = Annotated[Text, must(bool, " must not be empty")]
-Content = Annotated[Text, BeforeValidator(text_of)]
 Number = Annotated[float, BeforeValidator(_finite)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 # Stop strings and bad words are compared with the answer at every token.
@@ -124,6 +110,10 @@ Phrase = Annotated[Text, must(lambda text: len(text) <= MAX_PHRASE, f" must have
 Texts = Annotated[list[Phrase], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True), AfterValidator(tuple)]
 FewTokenIds = Annotated[list[Count], Field(max_length=MAX_STOPS, fail_fast=True), AfterValidator(tuple)]
+
+
+TEXT: TypeAdapter[str] = TypeAdapter(Text)
+OBJECT: TypeAdapter[Mapping[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def validated(type: TypeAdapter[T], value: Any, name: str) -> T:
@@ -176,6 +166,40 @@ class Body(Closed):
     """The top-level fields of a request."""
 
     inert: ClassVar[frozenset[str]] = INERT
+
+
+def read_one(value: Any, name: str, kinds: Mapping[str, type[M]], key: str = "type") -> M:
+    """The object `value`, of the field `name`, as the model that its member `key` names in `kinds`.
+
+    Raises `InvalidRequestError` with `param`.
+    """
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    kind = value.get(key)
+    if not isinstance(kind, str) or kind not in kinds:
+        shown = repr(shown_name(kind)) if isinstance(kind, str) else kind_of(kind)
+        message = f"{name}.{key} {shown} is not supported here; known: {', '.join(kinds)}"
+        raise InvalidRequestError(message, param=f"{name}.{key}")
+    return kinds[kind].parse(value, name)
+
+
+def read_parts(value: Any, name: str, kinds: Mapping[str, type[M]]) -> list[M]:
+    """The parts of a content: an array of objects of `kinds`, or a string, which is one part of the first kind."""
+    if isinstance(value, str):
+        kind, model = next(iter(kinds.items()))
+        return [model.parse({"type": kind, "text": validated(TEXT, value, name)})]
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string or an array of parts", value)
+    return [read_one(part, f"{name}[{index}]", kinds) for index, part in enumerate(value)]
+
+
+def checked_length(value: Any, name: str, most: int) -> list[Any]:
+    """`value`, an array of at most `most` entries."""
+    if not isinstance(value, list):
+        raise wrong_type(name, "an array", value)
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} has {len(value)} entries; {most} are allowed", param=name)
+    return value
 
 
 def wrong_type(name: str, expected: str, value: Any) -> InvalidRequestError:

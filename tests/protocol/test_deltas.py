@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentspec.errors import UpstreamError
 from agentspec.protocol.deltas import CallNumbers, merged, read_usage, to_delta
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import Accumulator, ChatWriter, speculation_object, usage_object
+from agentspec.protocol.responses import Accumulator, ChatWriter, speculation_member, usage_object
 from agentspec.protocol.speculation import (
     KnnSpeculation,
     LossyAcceptanceSpeculation,
@@ -248,7 +248,7 @@ def test_usage_is_read_as_it_was_written(predicted: int | None, usage: Usage) ->
     ids=lambda one: type(one).__name__,
 )
 def test_speculation_is_read_as_the_class_it_was(speculation: Speculation) -> None:
-    written = json.loads(json.dumps(speculation_object(speculation)))
+    written = json.loads(json.dumps(speculation_member(speculation)["speculation"]))
     assert read_speculation(written) == speculation
     assert read_speculation({**written, "of a later version": 1}) == speculation
 

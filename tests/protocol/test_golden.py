@@ -54,17 +54,17 @@ def messages(body: dict[str, Any], **limits: bool) -> Any:
 
 
 def upstream_messages(body: dict[str, Any]) -> Any:
-    return messages(body, images=True, templated=False)
+    return messages(body, templated=False)
 
 
-def responses(body: dict[str, Any], *, local: bool = True) -> Any:
-    request = parse_responses({"model": "m", "input": "hi", **body}, local=local)
+def responses(body: dict[str, Any]) -> Any:
+    request = parse_responses({"model": "m", "input": "hi", **body})
     told = {"unenforced": request.unenforced} if request.unenforced else {}
     return {**given(request.chat), "messages": given(request.messages()), **told}
 
 
 def upstream_responses(body: dict[str, Any]) -> Any:
-    return responses(body, local=False)
+    return responses(body)
 
 
 APIS = {one.__name__: one for one in (chat, completion, messages, upstream_messages, responses, upstream_responses)}

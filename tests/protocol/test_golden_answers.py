@@ -64,7 +64,7 @@ def written(api: str, options: dict[str, Any], deltas: list[Delta]) -> dict[str,
     """The stream and the whole answer, without ids and times, which the client's types have read."""
     answer, stream = Accumulator(), list[dict[str, Any]]()
     if api == "responses":
-        events = EventWriter(parse_responses({"model": "m", "input": "hi", **options}, local=True))
+        events = EventWriter(parse_responses({"model": "m", "input": "hi", **options}))
         stream += [*events.begin(), *(event for one in deltas for event in events.write(one)), *events.close()]
         stream.append(events.last())
         whole = events.response

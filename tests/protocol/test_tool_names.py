@@ -33,7 +33,7 @@ def requested(each: list[tuple[str | None, str, str]], items: list[dict[str, Any
         tool = {"type": kind, "name": name}
         declared.append(tool if namespace is None else {"type": "namespace", "name": namespace, "tools": [tool]})
     body = {"tools": declared, "input": [{"role": "user", "content": "x"}, *items]}
-    return parse_responses(body, local=True)
+    return parse_responses(body)
 
 
 @given(st.lists(tools, max_size=9), st.lists(tools, max_size=5))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError
-from agentspec.protocol.responses import speculation_object
+from agentspec.protocol.responses import speculation_member
 from agentspec.protocol.speculation import LossyAcceptanceSpeculation, read_speculation
 from agentspec.reasoning.lossy_acceptance import LossyAcceptanceBackend
 from agentspec.reasoning.settings import LossyAcceptanceSettings
@@ -52,7 +52,7 @@ async def test_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_m
         exact, _ = await answer(runtime, asking("exact"))
         _, told = await answer(runtime, asking())
         assert isinstance(told, LossyAcceptanceSpeculation) and told.knobs["epsilon"] == 1e-6
-        assert replace(read_speculation(speculation_object(told)), estimated_seconds_saved=0) == replace(
+        assert replace(read_speculation(speculation_member(told)["speculation"]), estimated_seconds_saved=0) == replace(
             told, estimated_seconds_saved=0
         )
         header = fast.response_headers(asking())

@@ -9,50 +9,47 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import TypeAdapter
+from pydantic import model_validator
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS, SAMPLED
+from agentspec.protocol.requests import EFFORTS, MAX_MESSAGES, MAX_TOOLS, SAMPLED, SamplingFields, parse_format
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import (
+    INERT,
     REQUIRED,
+    TEXT,
     Body,
     Closed,
     Count,
     Model,
-    Number,
+    Refused,
     Text,
     Texts,
     check_json,
+    checked_length,
     must,
-    shown_name,
+    one_of,
+    read_one,
+    read_parts,
     validated,
-    wrong_type,
 )
 
-# Settings of Anthropic's service: billing, regions, its own cache, what it trims by itself. The answer is the same.
-INERT = frozenset(
-    "metadata service_tier inference_geo speed diagnostics cache_control context_management user_profile_id"
-    " workspace_id anthropic_version anthropic_beta betas".split()
-)
 # Fields of chats that mean the same here; what a model or an upstream does not know, it refuses itself.
-PASSED = SAMPLED - {"stop"} | frozenset(
+PASSED = SAMPLED | frozenset(
     "stream prediction latency_target_ms_per_token chat_template_kwargs"
     " cache_salt vllm_xargs priority session_id nvext prompt_cache_key".split()
 )
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
-_THINKING = ("enabled", "adaptive", "disabled", "between_tools")
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
-_TEXT: TypeAdapter[str] = TypeAdapter(Text)
+_BETWEEN = "\n\n"  # blocks of a system prompt or of a user's message are texts of their own
+_ERROR = "Error: "  # chats have no field for a tool call that failed
 
 
 class _LaterConfig(Closed):
     """What a system message in the conversation may set."""
 
-    effort: Annotated[Text, must(lambda one: one in _EFFORTS, f" must be one of {', '.join(_EFFORTS)}")] | None = None
+    effort: Annotated[Text, one_of(*EFFORTS)] | None = None
 
 
 class _OutputConfig(_LaterConfig):
@@ -60,14 +57,18 @@ class _OutputConfig(_LaterConfig):
 
 
 class _Choice(Model):
-    type: Annotated[Text, must(lambda one: one in _CHOICES, " must be auto, any, tool or none")] = REQUIRED
+    type: Annotated[Text, one_of(*_CHOICES)] = REQUIRED
     name: Text | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _MessagesBody(Body):
-    """The fields that are read here; messages, tools and `thinking` are read by functions of their own."""
+class _Thinking(Model):
+    type: Annotated[Text, one_of("enabled", "adaptive", "disabled", "between_tools")] = REQUIRED
+    budget_tokens: Count | None = None  # Claude Code sends 0 for none
+    display: Annotated[Text, one_of("summarized", "omitted")] | None = None
 
+
+class MessagesBody(SamplingFields, Body):
     inert: ClassVar[frozenset[str]] = PASSED | INERT
     model: str = ""
     max_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
@@ -76,13 +77,12 @@ class _MessagesBody(Body):
     tools: Any = None
     tool_choice: _Choice | None = None
     stop_sequences: Texts | None = None
-    thinking: Any = None
+    thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
     output_format: dict[str, Any] | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: int | None = None
     stream: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    context_management: Any = None  # what Anthropic's service trims by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,119 +107,44 @@ class MessagesRequest:
         return replace(self, chat={})
 
 
-def parse_messages(
-    body: Mapping[str, Any], *, images: bool = False, templated: bool = True, count: bool = False
-) -> MessagesRequest:
-    """Read a request, or with `count` one to count the tokens of. `images`: whether the model may be sent images.
+def parse_messages(body: Mapping[str, Any], *, templated: bool = True, count: bool = False) -> MessagesRequest:
+    """Read a request, or with `count` one to count the tokens of.
 
     `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
-    name of a tool.
-
-    Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured.
+    name of a tool. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured.
     """
-    fields = _MessagesBody.parse(body)
+    fields = MessagesBody.parse(body)
     if fields.max_tokens is None and not count:
         raise InvalidRequestError("max_tokens is missing: the Messages API requires it", param="max_tokens")
-    messages = chat_messages(fields.messages, images=images)
+    messages, effort = _chat_messages(fields)
     prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-    if fields.system is not None:
-        system = system_text(fields.system, "system")
-        messages = [{"role": "system", "content": system}, *messages] if system else messages
     if not templated:
         messages = [{name: one[name] for name in one if name != "reasoning_content"} for one in messages]
-    thinking = _thinking(fields.thinking)
+    thinking = fields.thinking or _Thinking(type="enabled")
     chat = {name: body[name] for name in PASSED if body.get(name) is not None}
     chat |= {"model": fields.model, "messages": messages}
     chat |= {} if fields.max_tokens is None else {"max_tokens": fields.max_tokens}
-    chat |= {"stop": list(fields.stop_sequences)} if fields.stop_sequences else {}
+    chat |= {"stop": [*fields.stop_sequences, *(fields.stop or ())]} if fields.stop_sequences else {}
     chat |= {"continue_final_message": True, "add_generation_prompt": False} if prefilled else {}
     chat |= _tools(fields)
-    chat |= _output(fields)
-    told = _template_arguments(body, thinking)
-    chat |= told if templated else {}
+    chat |= {} if effort is None else {"reasoning_effort": EFFORTS[effort] or "none"}
+    for name, form in (("output_config.format", fields.output_config.format), ("output_format", fields.output_format)):
+        chat |= {} if form is None else parse_format({"strict": True, **form}, name)
+    if templated and fields.thinking is not None:  # as templates that know it read it, unless the client says otherwise
+        own = fields.chat_template_kwargs or {}
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled", **own}
     return MessagesRequest(
         chat,
-        names=ToolNames() if templated else limited_names(chat),
+        names=ToolNames() if templated else _limited_names(chat),
         stream=fields.stream,
-        thoughts=thinking.get("type") != "disabled",
-        omitted=thinking.get("display") == "omitted",
+        thoughts=thinking.type != "disabled",
+        omitted=thinking.display == "omitted",
         prefilled=prefilled,
-        thinking_budget=None if thinking.get("type") == "disabled" else thinking.get("budget_tokens") or None,
+        thinking_budget=None if thinking.type == "disabled" else thinking.budget_tokens or None,
     )
 
 
-def _tools(fields: _MessagesBody) -> dict[str, Any]:
-    tools = chat_tools(fields.tools) if fields.tools is not None else []
-    choice = _tool_choice(fields.tool_choice) if fields.tool_choice is not None else {}
-    if not tools and choice.get("tool_choice") not in (None, "auto", "none"):
-        raise InvalidRequestError("tool_choice asks for a tool, and tools has none", param="tool_choice")
-    return {"tools": tools, **choice} if tools else {}
-
-
-def _tool_choice(choice: _Choice) -> dict[str, Any]:
-    """The fields `tool_choice` and `parallel_tool_calls` of a chat."""
-    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
-    if choice.type != "tool":
-        return {"tool_choice": _CHOICES[choice.type], **parallel}
-    if choice.name is None:
-        raise wrong_type("tool_choice.name", "a string", None)
-    return {"tool_choice": {"type": "function", "function": {"name": choice.name}}, **parallel}
-
-
-def _output(fields: _MessagesBody) -> dict[str, Any]:
-    """`output_config`, and the older `output_format`, as `response_format` and `reasoning_effort`.
-
-    The effort is the last one that a system message in the conversation sets, if one does.
-    """
-    effort = fields.output_config.effort
-    for index, message in enumerate(fields.messages):  # all of them were read: they are objects
-        if (later := message.get("output_config")) is not None:
-            effort = _LaterConfig.parse(later, f"messages[{index}].output_config").effort or effort
-    chat: dict[str, Any] = {} if effort is None else {"reasoning_effort": _EFFORTS[effort]}
-    if fields.output_format is not None:
-        chat["response_format"] = _response_format(fields.output_format, "output_format")
-    elif fields.output_config.format is not None:
-        chat["response_format"] = _response_format(fields.output_config.format, "output_config.format")
-    return chat
-
-
-def _response_format(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if given.get("type") != "json_schema":
-        raise InvalidRequestError(f"{name}.type must be json_schema", param=f"{name}.type")
-    schema = validated(_OBJECT, given.get("schema"), f"{name}.schema")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-
-
-def _thinking(value: Any) -> Mapping[str, Any]:
-    """`thinking`, checked. Local models keep to its budget; elsewhere `max_tokens` alone bounds thoughts."""
-    if value is None:
-        return {}
-    thinking = validated(_OBJECT, value, "thinking")
-    if thinking.get("type") not in _THINKING:
-        known = ", ".join(_THINKING)
-        raise InvalidRequestError(f"thinking.type must be one of {known}", param="thinking.type")
-    budget = thinking.get("budget_tokens")
-    bounded = thinking["type"] == "enabled" or budget not in (None, 0)  # Claude Code sends 0 for none
-    if bounded and (type(budget) is not int or budget < 1):
-        raise InvalidRequestError(
-            "thinking.budget_tokens must be a whole number above 0", param="thinking.budget_tokens"
-        )
-    if thinking.get("display") not in (None, "summarized", "omitted"):
-        raise InvalidRequestError("thinking.display must be summarized or omitted", param="thinking.display")
-    return thinking
-
-
-def _template_arguments(body: Mapping[str, Any], thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether to think, as chat templates that know it are told; what the client sets there itself counts."""
-    own = body.get("chat_template_kwargs")
-    if not isinstance(own, dict | None):  # no matter who reads it: a model here or the tokenizer of an upstream
-        raise wrong_type("chat_template_kwargs", "an object", own)
-    if not thinking:
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": thinking["type"] != "disabled", **(own or {})}}
-
-
-class _MessagesTool(Closed):
+class MessagesTool(Closed):
     """A function; it is shown even with `defer_loading`, which is for a search that only Anthropic's servers do."""
 
     inert: ClassVar[frozenset[str]] = frozenset("type cache_control defer_loading eager_input_streaming".split())
@@ -228,20 +153,40 @@ class _MessagesTool(Closed):
     input_schema: dict[str, Any] = REQUIRED
     strict: bool | None = None
     input_examples: list[Any] | None = None
-    allowed_callers: list[Any] | None = None
+    allowed_callers: Annotated[list[Any], must(lambda names: "direct" in names, " must hold 'direct'")] | None = None
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chats have it. JSON Schema has a place of its own for examples."""
+        examples = {"examples": self.input_examples} if self.input_examples else {}
+        described = {"description": self.description} if self.description else {}
+        function = {"name": self.name, **described, "parameters": {**self.input_schema, **examples}}
+        return {"type": "function", "function": {**function, **({"strict": True} if self.strict else {})}}
 
 
-def chat_tools(value: Any) -> list[dict[str, Any]]:
-    """`tools` as functions. Raises `InvalidRequestError` for a tool of Anthropic's servers, named by its type."""
-    if not isinstance(value, list):
-        raise wrong_type("tools", "an array", value)
-    if len(value) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools has {len(value)} entries; {MAX_TOOLS} are allowed", param="tools")
-    check_json(value, "tools")
-    return [_function(tool, f"tools[{index}]") for index, tool in enumerate(value)]
+def _tools(fields: MessagesBody) -> dict[str, Any]:
+    """The fields of a chat that offer the tools and choose among them."""
+    given = checked_length(fields.tools or [], "tools", MAX_TOOLS)
+    check_json(given, "tools")
+    tools = [read_one(_typed(tool), f"tools[{at}]", {"custom": MessagesTool}) for at, tool in enumerate(given)]
+    choice = fields.tool_choice or _Choice(type="auto")
+    if not tools:
+        if choice.type in ("any", "tool"):
+            raise InvalidRequestError("tool_choice asks for a tool, and tools has none", param="tool_choice")
+        return {}
+    chosen: Any = _CHOICES[choice.type]
+    if chosen == "tool":
+        chosen = {"type": "function", "function": {"name": validated(TEXT, choice.name, "tool_choice.name")}}
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    named = {} if fields.tool_choice is None else {"tool_choice": chosen}
+    return {"tools": [tool.function() for tool in tools], **named, **parallel}
 
 
-def limited_names(chat: Mapping[str, Any]) -> ToolNames:
+def _typed(tool: Any) -> Any:
+    """`tool` with the type that one without a type has."""
+    return {**tool, "type": "custom"} if isinstance(tool, dict) and tool.get("type") is None else tool
+
+
+def _limited_names(chat: Mapping[str, Any]) -> ToolNames:
     """Call the tools of `chat` as every server can, those in its conversation too; says what each name stands for."""
     offered = [tool["function"] for tool in chat.get("tools", ())]
     called = [call["function"] for message in chat["messages"] for call in message.get("tool_calls", ())]
@@ -253,226 +198,190 @@ def limited_names(chat: Mapping[str, Any]) -> ToolNames:
     return names
 
 
-def _function(tool: Any, name: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise wrong_type(name, "an object", tool)
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        shown = shown_name(str(kind))
-        message = f"{name}: tools of type {shown!r} run on Anthropic's servers, or are known to its models alone"
-        raise InvalidRequestError(message, param=f"{name}.type")
-    given = _MessagesTool.parse(tool, name)
-    if "direct" not in (given.allowed_callers or ["direct"]):
-        param = f"{name}.allowed_callers"
-        raise InvalidRequestError(f"{param} must hold 'direct': no code calls tools here", param=param)
-    examples = {"examples": given.input_examples} if given.input_examples else {}  # JSON Schema's own place for them
-    described = {"description": given.description} if given.description else {}
-    strict = {"strict": True} if given.strict else {}
-    function = {"name": given.name, **described, "parameters": {**given.input_schema, **examples}, **strict}
-    return {"type": "function", "function": function}
-
-
-# Claude Code marks messages that it inserts itself with roles of its own.
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
-_BETWEEN = "\n\n"  # blocks of a system prompt or of a user's message are texts of their own
-_ERROR = "Error: "  # chats have no field for a tool call that failed
-_OF_ROLE = {
-    "system": ("text",),
-    "user": ("text", "image", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-}
-_IN_RESULT = ("text", "image")
-
-Block = Mapping[str, Any]
-
-
-class _Turn(Closed):
-    role: Annotated[Text, must(lambda role: role in _ROLES, " must be user, assistant or system")] = REQUIRED
-    content: Any = None
-
-
-class _SystemTurn(_Turn):
-    output_config: Any = None
-
-
-class _Block(Closed):
+class Block(Closed):
     inert: ClassVar[frozenset[str]] = frozenset(
         "type cache_control citations caller toolset_name transformations".split()
     )
 
 
-class _TextBlock(_Block):
+class _Shown(Block):
+    """A block that is a part of a chat message."""
+
+    def part(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _TextBlock(_Shown):
     text: Text = REQUIRED
 
+    def part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
 
-class _ImageBlock(_Block):
-    source: dict[str, Any] = REQUIRED
+
+class _ReferenceBlock(_Shown):
+    """A tool that a search has found. All tools are shown anyway."""
+
+    tool_name: Text = REQUIRED
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.tool_name}
 
 
-class _ThinkingBlock(_Block):
+class _Source(Model):
+    """An image, which only an upstream can look at; a file of Anthropic's is nowhere else."""
+
+    type: Annotated[Text, one_of("base64", "url")] = REQUIRED
+    url: Text | None = None
+    data: Text | None = None
+    media_type: Text | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.url is None and None in (self.data, self.media_type):
+            raise Refused(" must hold a url, or data and media_type")
+        return self
+
+
+class _ImageBlock(_Shown):
+    source: _Source = REQUIRED
+
+    def part(self) -> dict[str, Any]:
+        source = self.source
+        url = source.url or f"data:{source.media_type};base64,{source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
+class _ThinkingBlock(Block):
     thinking: Text = REQUIRED
     signature: Any = None
 
 
-class _RedactedBlock(_Block):
+class _RedactedBlock(Block):
+    """Thoughts that only their author can read. They are left out."""
+
     data: Any = None
 
 
-class _ToolUse(_Block):
+class _ToolUse(Block):
     id: Text = REQUIRED
     name: Text = REQUIRED
     input: dict[str, Any] = REQUIRED
 
+    def call(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
 
-class _ToolResult(_Block):
+
+class _ToolResult(Block):
     tool_use_id: Text = REQUIRED
-    content: Any = None
+    content: Any = ""
     is_error: bool | None = None
 
 
-_BLOCKS: dict[str, type[_Block]] = {
-    "text": _TextBlock,
-    "image": _ImageBlock,
+_TEXTS: dict[str, type[Block]] = {"text": _TextBlock, "tool_reference": _ReferenceBlock}
+_RESULT: dict[str, type[Block]] = {**_TEXTS, "image": _ImageBlock}
+SAID: dict[str, type[Block]] = {**_RESULT, "tool_result": _ToolResult}
+WRITTEN: dict[str, type[Block]] = {
+    **_TEXTS,
     "thinking": _ThinkingBlock,
     "redacted_thinking": _RedactedBlock,
     "tool_use": _ToolUse,
-    "tool_result": _ToolResult,
 }
 
 
-class _UrlSource(Model):
-    """An image that the upstream fetches; a file of Anthropic's is nowhere else."""
-
-    url: Text = REQUIRED
+def _parts(value: Any, name: str, kinds: Mapping[str, type[Block]]) -> list[dict[str, Any]]:
+    return [block.part() for block in read_parts(value, name, kinds) if isinstance(block, _Shown)]
 
 
-class _DataSource(Model):
-    data: Text = REQUIRED
-    media_type: Text = REQUIRED
+def _texts(parts: Sequence[dict[str, Any]], between: str) -> str:
+    return between.join(part["text"] for part in parts if part["type"] == "text")
 
 
-_SOURCES: dict[str, type[Model]] = {"url": _UrlSource, "base64": _DataSource}
+class _Turn(Closed):
+    inert: ClassVar[frozenset[str]] = frozenset({"role"})
+    content: Any = None
+
+    def chats(self, name: str) -> Iterator[dict[str, Any]]:
+        """The messages of a chat that this one, the field `name`, becomes."""
+        raise NotImplementedError
 
 
-def system_text(value: Any, name: str) -> str:
-    """The text of a system prompt: a string, or text blocks."""
-    return _BETWEEN.join(block["text"] for block in _blocks(value, name, _OF_ROLE["system"]))
+class _SystemTurn(_Turn):
+    """One without content only sets the effort."""
+
+    output_config: _LaterConfig | None = None
+
+    def chats(self, name: str) -> Iterator[dict[str, Any]]:
+        parts = _parts(self.content, f"{name}.content", _TEXTS)
+        if parts or self.output_config is None:
+            yield {"role": "system", "content": _texts(parts, _BETWEEN)}
 
 
-def chat_messages(value: Any, *, images: bool) -> list[dict[str, Any]]:
-    """The field `messages` as the messages of a chat. `images` says whether the model may be sent any.
-
-    A message with tool results becomes several, one that only sets the effort (`output_config`) none. Raises
-    `InvalidRequestError` whose `param` is the place in `value`.
-    """
-    if not isinstance(value, list):
-        raise wrong_type("messages", "an array", value)
-    if not value:
-        raise InvalidRequestError("messages must hold at least one message", param="messages")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequestError(f"messages has {len(value)} entries; {MAX_MESSAGES} are allowed", param="messages")
-    chats = [chat for index, one in enumerate(value) for chat in _message(one, f"messages[{index}]", images)]
-    if not chats:
-        raise InvalidRequestError("messages must hold at least one message with content", param="messages")
-    return chats
-
-
-def _message(value: Any, name: str, images: bool) -> Iterator[dict[str, Any]]:
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    turn = (_SystemTurn if value.get("role") == "system" else _Turn).parse(value, name)
-    role, configures = _ROLES[turn.role], value.get("output_config") is not None
-    kinds = _OF_ROLE[role] if images else tuple(kind for kind in _OF_ROLE[role] if kind != "image")
-    blocks = list(_blocks(turn.content, f"{name}.content", kinds))
-    if role == "assistant":
-        yield _assistant(blocks)
-    elif role == "system" and (blocks or not configures):
-        yield {"role": "system", "content": _BETWEEN.join(block["text"] for block in blocks)}
-    elif role == "user":
-        yield from _user(blocks, name, images)
-
-
-def _user(blocks: Sequence[Block], name: str, images: bool) -> Iterator[dict[str, Any]]:
-    """The results of tools each as a message of their own, in order; the texts and images between them as the user's.
+class _UserTurn(_Turn):
+    """Results of tools are messages of their own, in order; the texts and images between them are the user's.
 
     Images of a result follow it as the user's, since a chat's tool messages carry text alone.
     """
-    said: list[Block] = []
-    for index, block in enumerate(blocks):
-        if block["type"] != "tool_result":
-            said.append(block)
-            continue
-        if any(one["type"] == "text" for one in said):
-            yield _message_of(said)
-            said = []
-        kinds = _IN_RESULT if images else ("text",)
-        parts = list(_blocks(block.get("content", ""), f"{name}.content[{index}].content", kinds))
-        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        failed = _ERROR if block.get("is_error") else ""
-        yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": failed + text}
-        said += [part for part in parts if part["type"] == "image"]
-    if said or not blocks:
-        yield _message_of(said)
+
+    def chats(self, name: str) -> Iterator[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        blocks = read_parts(self.content, f"{name}.content", SAID)
+        for index, block in enumerate(blocks):
+            if isinstance(block, _Shown):
+                said.append(block.part())
+            elif isinstance(block, _ToolResult):
+                if any(part["type"] == "text" for part in said):
+                    yield _user(said)
+                    said = []
+                parts = _parts(block.content, f"{name}.content[{index}].content", _RESULT)
+                text = (_ERROR if block.is_error else "") + _texts(parts, "\n")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                said += [part for part in parts if part["type"] != "text"]
+        if said or not blocks:
+            yield _user(said)
 
 
-def _message_of(blocks: Sequence[Block]) -> dict[str, Any]:
-    if all(block["type"] == "text" for block in blocks):
-        return {"role": "user", "content": _BETWEEN.join(block["text"] for block in blocks)}
-    return {"role": "user", "content": [_part(block) for block in blocks]}
+def _user(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A user's message, of plain text where there is nothing else."""
+    plain = all(part["type"] == "text" for part in parts)
+    return {"role": "user", "content": _texts(parts, _BETWEEN) if plain else parts}
 
 
-def _part(block: Block) -> dict[str, Any]:
-    """A text or an image as a part of a chat message."""
-    if block["type"] == "text":
-        return {"type": "text", "text": block["text"]}
-    source = block["source"]
-    url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": {"url": url}}
+class _AssistantTurn(_Turn):
+    """An earlier answer of the model."""
+
+    def chats(self, name: str) -> Iterator[dict[str, Any]]:
+        blocks = read_parts(self.content, f"{name}.content", WRITTEN)
+        for index, block in enumerate(blocks):
+            if isinstance(block, _ToolUse):
+                check_json(block.input, f"{name}.content[{index}].input")
+        text = _texts([block.part() for block in blocks if isinstance(block, _Shown)], "")
+        thoughts = "".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
+        calls = [block.call() for block in blocks if isinstance(block, _ToolUse)]
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
+        yield message | ({"tool_calls": calls} if calls else {})
 
 
-def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
-    """An answer of the model. Redacted thoughts can be read by nobody but their author, and are left out."""
-    text = "".join(block["text"] for block in blocks if block["type"] == "text")
-    thoughts = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
-    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
-    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
-    message |= {"reasoning_content": thoughts} if thoughts else {}
-    return message | ({"tool_calls": calls} if calls else {})
+# Claude Code marks messages that it inserts itself with roles of its own.
+_TURNS: dict[str, type[_Turn]] = {
+    "user": _UserTurn,
+    "assistant": _AssistantTurn,
+    "system": _SystemTurn,
+    "ctx": _UserTurn,
+    "msg": _UserTurn,
+}
 
 
-def _call(block: Block) -> dict[str, Any]:
-    arguments = json.dumps(block["input"], ensure_ascii=False)
-    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
-
-
-def _blocks(value: Any, name: str, kinds: Sequence[str]) -> Iterator[Block]:
-    """The content blocks in `value`, a string or an array of blocks whose types are among `kinds`."""
-    if isinstance(value, str):
-        yield {"type": "text", "text": validated(_TEXT, value, name)}
-        return
-    if not isinstance(value, list):
-        raise wrong_type(name, "a string or an array of content blocks", value)
-    for index, block in enumerate(value):
-        yield _checked(block, f"{name}[{index}]", kinds)
-
-
-def _checked(block: Any, name: str, kinds: Sequence[str]) -> Block:
-    if not isinstance(block, dict):
-        raise wrong_type(name, "an object", block)
-    kind = block.get("type")
-    if kind == "tool_reference" and "text" in kinds:  # a tool that a search has found; all tools are shown anyway
-        return {"type": "text", "text": validated(_TEXT, block.get("tool_name"), f"{name}.tool_name")}
-    if not isinstance(kind, str) or kind not in kinds:
-        known = ", ".join(kinds)
-        shown = shown_name(kind) if isinstance(kind, str) else "?"
-        what = "images are not read by this model" if kind == "image" else f"a block of type {shown!r} is not supported"
-        raise InvalidRequestError(f"{name}: {what} here; known: {known}", param=f"{name}.type")
-    _BLOCKS[kind].parse(block, name)
-    if kind == "tool_use":
-        check_json(block["input"], f"{name}.input")
-    if kind == "image":
-        source = block["source"]
-        if source.get("type") not in ("url", "base64"):
-            raise InvalidRequestError(f"{name}.source.type must be base64 or url", param=f"{name}.source.type")
-        _SOURCES[source["type"]].parse(source, f"{name}.source")
-    return block
+def _chat_messages(fields: MessagesBody) -> tuple[list[dict[str, Any]], str | None]:
+    """The messages of the chat, and the effort that the request or a later system message in it asks for."""
+    given = checked_length(fields.messages, "messages", MAX_MESSAGES)
+    turns = [read_one(turn, f"messages[{at}]", _TURNS, "role") for at, turn in enumerate(given)]
+    chats = [chat for at, turn in enumerate(turns) for chat in turn.chats(f"messages[{at}]")]
+    if not chats:
+        raise InvalidRequestError("messages must hold at least one message with content", param="messages")
+    if system := _texts(_parts(fields.system or [], "system", _TEXTS), _BETWEEN):
+        chats.insert(0, {"role": "system", "content": system})
+    later = [turn.output_config for turn in turns if isinstance(turn, _SystemTurn) and turn.output_config]
+    configs = [fields.output_config, *later]
+    return chats, next((config.effort for config in reversed(configs) if config.effort), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,15 @@ from typing import Any
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import CUT_OFF, Accumulator, ToolCalls, speculation_object, whole_arguments
-from agentspec.types import Delta, Speculation, Usage
+from agentspec.protocol.responses import (
+    CUT_OFF,
+    Accumulator,
+    ToolCalls,
+    speculation_member,
+    thoughts_of,
+    whole_arguments,
+)
+from agentspec.types import Delta, Usage
 
 _STOP_REASONS = {
     "length": "max_tokens",
@@ -21,6 +27,7 @@ _STOP_REASONS = {
     "cancelled": "max_tokens",
 }
 
+SIGNATURE = "unsigned"  # of thoughts: clients require one and send it back; nothing is verified by it
 Event = dict[str, Any]
 
 
@@ -30,8 +37,7 @@ class _OpenBlock:
 
     index: int
     kind: str
-    call: int | None = None  # which of the tool calls it is
-    digest: Any = None  # of a block of thoughts
+    call: int | None = None  # the number of the tool call
 
 
 @dataclass(slots=True)
@@ -59,17 +65,17 @@ class MessagesWriter:
         """The whole message."""
         _, choice = answer.all()[0]
         calls = choice.extra.get("tool_calls") or ()
-        text, thoughts = "".join(choice.text), _thought(choice.extra)
+        text, thoughts = "".join(choice.text), thoughts_of(choice.extra)
         content: list[dict[str, Any]] = []
         if thoughts and self.request.thoughts:
             shown = "" if self.request.omitted else thoughts
-            content.append({"type": "thinking", "thinking": shown, "signature": _signature(thoughts)})
+            content.append({"type": "thinking", "thinking": shown, "signature": SIGNATURE})
         if text.strip() or (text and not calls and not content):
             content.append({"type": "text", "text": text})
         content += [self._tool_use(call, choice.finish_reason) for call in calls]
         called = any(block["type"] == "tool_use" for block in content)
         ended = _ended(choice.finish_reason, choice.stop_reason, called=called)
-        return self._message(content, answer.usage) | ended | self._speculation(answer.speculation)
+        return self._message(content, answer.usage) | ended | speculation_member(answer.speculation)
 
     def chunks(self, delta: Delta) -> Iterator[Event]:
         """The events of one delta. The first is preceded by `message_start`; the last is followed by `message_stop`."""
@@ -78,7 +84,7 @@ class MessagesWriter:
             counted = Usage(prompt_tokens=len(delta.prompt.token_ids)) if delta.prompt else Usage()
             yield {"type": "message_start", "message": self._message([], counted)}
             yield {"type": "ping"}
-        if self.request.thoughts and (thought := _thought(delta.extra)):
+        if self.request.thoughts and (thought := thoughts_of(delta.extra)):
             yield from self._thinking(thought)
         if delta.text:
             yield from self._text(delta.text)
@@ -92,8 +98,6 @@ class MessagesWriter:
     def _thinking(self, thought: str) -> Iterator[Event]:
         if self._open is None or self._open.kind != "thinking":
             yield from self._begin("thinking", {"thinking": "", "signature": ""})
-        assert self._open is not None
-        self._open.digest.update(thought.encode("utf-8", "replace"))
         if not self.request.omitted:
             yield self._delta({"type": "thinking_delta", "thinking": thought})
 
@@ -113,8 +117,8 @@ class MessagesWriter:
             if not isinstance(index, int) or index < self._begun_calls or not isinstance(function.get("name"), str):
                 raise UpstreamError("the upstream sent pieces of several tool calls in turns")
             self._begun_calls = index + 1
-            id, name = str(piece.get("id") or f"toolu_{uuid.uuid4().hex}"), self._called(function["name"])
-            yield from self._begin("tool_use", {"id": id, "name": name, "input": {}}, call=index)
+            head = {"id": _id_of(piece), "name": self._called(function["name"]), "input": {}}
+            yield from self._begin("tool_use", head, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
 
@@ -124,12 +128,7 @@ class MessagesWriter:
         name, arguments = self._called(function.get("name") or ""), function.get("arguments")
         if (input := whole_arguments(arguments, finish)) is None:
             return {"type": "text", "text": f"{name} {arguments or ''}"}
-        return {
-            "type": "tool_use",
-            "id": str(call.get("id") or f"toolu_{uuid.uuid4().hex}"),
-            "name": name,
-            "input": input,
-        }
+        return {"type": "tool_use", "id": _id_of(call), "name": name, "input": input}
 
     def _called(self, name: str) -> str:
         """The client's name of the tool that is called `name` in the chat."""
@@ -139,7 +138,7 @@ class MessagesWriter:
     def _begin(self, kind: str, head: dict[str, Any], call: int | None = None) -> Iterator[Event]:
         yield from self._close()
         self._blank = ""
-        self._open = _OpenBlock(self._blocks, kind, call, hashlib.sha256() if kind == "thinking" else None)
+        self._open = _OpenBlock(self._blocks, kind, call)
         self._blocks += 1
         yield {"type": "content_block_start", "index": self._open.index, "content_block": {"type": kind, **head}}
 
@@ -150,8 +149,8 @@ class MessagesWriter:
     def _close(self) -> Iterator[Event]:
         if self._open is None:
             return
-        if self._open.digest is not None:
-            yield self._delta({"type": "signature_delta", "signature": self._open.digest.hexdigest()})
+        if self._open.kind == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
         yield {"type": "content_block_stop", "index": self._open.index}
         self._open = None
 
@@ -166,7 +165,7 @@ class MessagesWriter:
         yield from self._close()
         called = any(whole_arguments(arguments, delta.finish_reason) is not None for arguments in said)
         ended = _ended(delta.finish_reason, delta.stop_reason, called=called)
-        usage, speculation = _usage(delta.usage or Usage()), self._speculation(delta.speculation)
+        usage, speculation = _usage(delta.usage or Usage()), speculation_member(delta.speculation)
         yield {"type": "message_delta", "delta": ended, "usage": usage, **speculation}
         yield {"type": "message_stop"}
 
@@ -182,10 +181,9 @@ class MessagesWriter:
             "usage": _usage(usage),
         }
 
-    def _speculation(self, speculation: Speculation | None) -> dict[str, Any]:
-        if speculation is None:
-            return {}
-        return {"speculation": speculation_object(speculation)}
+
+def _id_of(call: Mapping[str, Any]) -> str:
+    return str(call.get("id") or f"toolu_{uuid.uuid4().hex}")
 
 
 def _ended(finish: str | None, stop: str | None, *, called: bool) -> dict[str, Any]:
@@ -205,14 +203,3 @@ def _usage(usage: Usage) -> dict[str, int]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def _thought(extra: Mapping[str, Any]) -> str:
-    """The thoughts of a delta or a message, which have two names."""
-    found = (extra.get(name) for name in ("reasoning_content", "reasoning"))
-    return next((text for text in found if isinstance(text, str)), "")
-
-
-def _signature(thoughts: str) -> str:
-    """A digest of thoughts. Clients send it back with them; nothing is verified by it, since they may edit them."""
-    return hashlib.sha256(thoughts.encode("utf-8", "replace")).hexdigest()

@@ -10,121 +10,130 @@ from typing import Any, ClassVar
 from agentspec.protocol.openai_responses.items import Item, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
 from agentspec.protocol.openai_responses.tools import input_of
-from agentspec.protocol.responses import ToolCalls, speculation_object, whole_arguments
+from agentspec.protocol.responses import speculation_member, thoughts_of, whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
 Event = dict[str, Any]
 
 
 @dataclass(slots=True)
-class _TextItem:
-    """An item of one part with text, which its events call by `kind`; `more` is what they tell besides."""
+class OutputItem:
+    """One item of the output, at `index`. The model wrote `pieces` for it; `status` is None until it has ended."""
 
+    prefix: ClassVar[str]
     kind: ClassVar[str]
-    more: ClassVar[Event] = {}
-    id: str
-    text: list[str] = field(default_factory=list)
+    id: str = field(init=False)
+    pieces: list[str] = field(default_factory=list, init=False)
+    status: str | None = field(default=None, init=False)
+    index: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.id = new_id(self.prefix)
+
+    @property
+    def written(self) -> str:
+        return "".join(self.pieces)
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "item": self.item("in_progress")}
+
+    def add(self, text: str) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def end(self) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def item(self, status: str) -> Item:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class MessageItem(OutputItem):
+    """The text of an answer, an item of one part. `more` is what events about its text hold besides."""
+
+    prefix = "msg"
+    kind = "output_text"
+    more: ClassVar[Event] = {"logprobs": []}
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "item": self.item("in_progress") | {"content": []}}
         yield {"type": "response.content_part.added", "content_index": 0, "part": self.part()}
 
     def add(self, text: str) -> Iterator[Event]:
-        self.text.append(text)
+        self.pieces.append(text)
         yield {"type": f"response.{self.kind}.delta", "content_index": 0, "delta": text, **self.more}
 
-    def end(self, status: str) -> Iterator[Event]:
-        whole = {"text": "".join(self.text), **self.more}
-        yield {"type": f"response.{self.kind}.done", "content_index": 0, **whole}
+    def end(self) -> Iterator[Event]:
+        yield {"type": f"response.{self.kind}.done", "content_index": 0, "text": self.written, **self.more}
         yield {"type": "response.content_part.done", "content_index": 0, "part": self.part()}
 
-    def item(self, status: str) -> Item:
-        raise NotImplementedError
-
     def part(self) -> Item:
-        return {"type": self.kind, "text": "".join(self.text)}
-
-
-@dataclass(slots=True)
-class MessageItem(_TextItem):
-    """The text of an answer."""
-
-    kind: ClassVar[str] = "output_text"
-    more: ClassVar[Event] = {"logprobs": []}
-    id: str = field(default_factory=lambda: new_id("msg"))
+        return {"type": self.kind, "text": self.written, "annotations": []}
 
     def item(self, status: str) -> Item:
         head = {"id": self.id, "type": "message", "role": "assistant", "status": status}
         return {**head, "content": [self.part()]}
 
-    def part(self) -> Item:
-        return {"type": self.kind, "text": "".join(self.text), "annotations": []}
-
 
 @dataclass(slots=True)
-class ThoughtItem(_TextItem):
+class ThoughtItem(MessageItem):
     """The model's thoughts, which come in full and not as a summary."""
 
-    kind: ClassVar[str] = "reasoning_text"
-    id: str = field(default_factory=lambda: new_id("rs"))
+    prefix = "rs"
+    kind = "reasoning_text"
+    more: ClassVar[Event] = {}
+
+    def part(self) -> Item:
+        return {"type": self.kind, "text": self.written}
 
     def item(self, status: str) -> Item:
         return {"id": self.id, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
 
 
 @dataclass(slots=True)
-class CallItem:
+class CallItem(OutputItem):
     """A call of one of the client's functions."""
 
+    prefix = "fc"
+    kind = "function_call"
     call_id: str
     name: str
     namespace: str | None = None
-    id: str = field(default_factory=lambda: new_id("fc"))
-    text: list[str] = field(default_factory=list)  # its arguments
 
-    def begin(self) -> Iterator[Event]:
-        yield {"type": "response.output_item.added", "item": self.item("in_progress")}
+    def add(self, text: str) -> Iterator[Event]:
+        self.pieces.append(text)
+        yield {"type": "response.function_call_arguments.delta", "delta": text}
 
-    def add(self, arguments: str) -> Iterator[Event]:
-        self.text.append(arguments)
-        yield {"type": "response.function_call_arguments.delta", "delta": arguments}
-
-    def end(self, status: str) -> Iterator[Event]:
-        whole = {"name": self.name, "arguments": "".join(self.text)}
-        yield {"type": "response.function_call_arguments.done", **whole}
+    def end(self) -> Iterator[Event]:
+        yield {"type": "response.function_call_arguments.done", "name": self.name, "arguments": self.written}
 
     def item(self, status: str) -> Item:
-        return self._item("function_call", status, "arguments")
-
-    def _item(self, kind: str, status: str, member: str) -> Item:
         named = {"namespace": self.namespace} if self.namespace else {}
-        head = {"id": self.id, "type": kind, "status": status, "call_id": self.call_id, "name": self.name}
-        return {**head, **named, member: "".join(self.text)}
+        head = {"id": self.id, "type": self.kind, "status": status, "call_id": self.call_id, "name": self.name}
+        return {**head, **named, **self.argument()}
+
+    def argument(self) -> Item:
+        return {"arguments": self.written}
 
 
 @dataclass(slots=True)
 class CustomCallItem(CallItem):
     """A call of one of the client's custom tools. Its input, a text inside of JSON, comes whole at the end."""
 
-    id: str = field(default_factory=lambda: new_id("ctc"))
-    _arguments: list[str] = field(default_factory=list)
+    prefix = "ctc"
+    kind = "custom_tool_call"
 
-    def add(self, arguments: str) -> Iterator[Event]:
-        self._arguments.append(arguments)
+    def add(self, text: str) -> Iterator[Event]:
+        self.pieces.append(text)
         yield from ()
 
-    def end(self, status: str) -> Iterator[Event]:
-        written = input_of("".join(self._arguments))
-        self.text.append(written)
-        if written:
+    def end(self) -> Iterator[Event]:
+        if written := input_of(self.written):
             yield {"type": "response.custom_tool_call_input.delta", "delta": written}
         yield {"type": "response.custom_tool_call_input.done", "input": written}
 
-    def item(self, status: str) -> Item:
-        return self._item("custom_tool_call", status, "input")
-
-
-OutputItem = MessageItem | ThoughtItem | CallItem
+    def argument(self) -> Item:
+        return {"input": input_of(self.written)}
 
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
@@ -142,11 +151,8 @@ class EventWriter:
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[OutputItem] = field(default_factory=list)
-    _places: dict[str, int] = field(default_factory=dict)  # item id -> its place in the output
-    _ended: dict[str, str] = field(default_factory=dict)  # item id -> its final status
-    _text: MessageItem | ThoughtItem | None = None  # the item that further text continues
+    _text: MessageItem | None = None  # the item that further text continues
     _calls: dict[int, CallItem] = field(default_factory=dict)
-    _said: ToolCalls = field(default_factory=ToolCalls)  # the calls as they came
     _finish: str | None = None
     _usage: Usage | None = None
     _speculation: Speculation | None = None
@@ -162,26 +168,23 @@ class EventWriter:
         self._usage = delta.usage or self._usage
         self._speculation = delta.speculation or self._speculation
         self._finish = delta.finish_reason or self._finish
-        thought = delta.extra.get("reasoning") or delta.extra.get("reasoning_content")
-        calls = delta.extra.get("tool_calls") or ()
-        if isinstance(thought, str) and thought:
-            yield from self._write_thought(thought)
-        if delta.text:
-            yield from self._write_text(delta.text)
-        self._said.add(calls)
-        for position, piece in enumerate(calls):
+        if thought := thoughts_of(delta.extra):
+            yield from self._write_text(ThoughtItem, thought)
+        goes_on = type(self._text) is MessageItem or not self._calls  # blanks between calls are no message
+        if delta.text and (goes_on or delta.text.strip()):
+            yield from self._write_text(MessageItem, delta.text)
+        for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
             yield from self._write_call(piece, position)
 
     def close(self) -> Iterator[Event]:
         """The events that end the items. An answer without any has one empty message."""
         if not self._items:
-            yield from self._next(MessageItem())
+            yield from self._open_text(MessageItem())
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
-        last = self._items[-1]
-        broken = self._broken()
         for item in self._items:
-            yield from self._end(item, "incomplete" if item.id in broken else status if item is last else "completed")
+            ended = status if item is self._items[-1] else "completed"
+            yield from self._end(item, "incomplete" if self._is_broken(item) else ended)
 
     def last(self) -> Event:
         """The event that ends the answer."""
@@ -202,19 +205,11 @@ class EventWriter:
         """The whole answer."""
         return self._response(self.status)
 
-    def _write_thought(self, text: str) -> Iterator[Event]:
-        item = self._text
-        if not isinstance(item, ThoughtItem):
-            yield from self._next(item := ThoughtItem())
-        yield from self._place(item, item.add(text))
-
-    def _write_text(self, text: str) -> Iterator[Event]:
-        item = self._text
-        if not isinstance(item, MessageItem):
-            if not text.strip() and self._calls:
-                return  # blanks between calls are no message
-            yield from self._next(item := MessageItem())
-        yield from self._place(item, item.add(text))
+    def _write_text(self, kind: type[MessageItem], text: str) -> Iterator[Event]:
+        if type(self._text) is not kind:
+            yield from self._open_text(kind())
+        assert self._text is not None
+        yield from self._about(self._text, self._text.add(text))
 
     def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         index, function = piece.get("index", position), piece.get("function") or {}
@@ -225,13 +220,11 @@ class EventWriter:
             self._calls[index] = call
             yield from self._open(call)
         if arguments := function.get("arguments"):
-            yield from self._place(call, call.add(str(arguments)))
+            yield from self._about(call, call.add(str(arguments)))
 
-    def _broken(self) -> set[str]:
-        """The items of calls that must not run."""
-        calls = zip(self._calls.values(), self._said.whole(), strict=False)
-        said = ((item.id, call["function"].get("arguments")) for item, call in calls)
-        return {id for id, arguments in said if whole_arguments(arguments, self._finish) is None}
+    def _is_broken(self, item: OutputItem) -> bool:
+        """Whether it is a call that must not run."""
+        return isinstance(item, CallItem) and whole_arguments(item.written, self._finish) is None
 
     def _called(self, id: str, chat_name: str) -> CallItem:
         """A call by the name that the tool has in the chat."""
@@ -243,15 +236,15 @@ class EventWriter:
             return CallItem(id, key[1], key[0] or None)
         return (CustomCallItem if tool.kind == "custom" else CallItem)(id, tool.name, tool.namespace)
 
-    def _next(self, item: MessageItem | ThoughtItem) -> Iterator[Event]:
+    def _open_text(self, item: MessageItem) -> Iterator[Event]:
         yield from self._end_text()
         yield from self._open(item)
         self._text = item
 
     def _open(self, item: OutputItem) -> Iterator[Event]:
-        self._places[item.id] = len(self._items)
+        item.index = len(self._items)
         self._items.append(item)
-        yield from self._place(item, item.begin())
+        yield from self._about(item, item.begin())
 
     def _end_text(self) -> Iterator[Event]:
         if self._text is not None:
@@ -259,30 +252,27 @@ class EventWriter:
             self._text = None
 
     def _end(self, item: OutputItem, status: str) -> Iterator[Event]:
-        if item.id in self._ended:
-            return
-        yield from self._place(item, item.end(status))
-        self._ended[item.id] = status
-        yield from self._place(item, iter([{"type": "response.output_item.done", "item": item.item(status)}]))
+        if item.status is None:
+            yield from self._about(item, item.end())
+            item.status = status
+            yield from self._about(item, iter([{"type": "response.output_item.done", "item": item.item(status)}]))
 
-    def _place(self, item: OutputItem, events: Iterator[Event]) -> Iterator[Event]:
-        """The events with the place of their item."""
-        place: Event = {"output_index": self._places[item.id]}
+    def _about(self, item: OutputItem, events: Iterator[Event]) -> Iterator[Event]:
+        """The events with the place of their item in the output."""
         for event in events:
             named = {} if "item" in event else {"item_id": item.id}
-            yield self._event({**event, **place, **named})
+            yield self._event({**event, "output_index": item.index, **named})
 
     def _event(self, event: Event) -> Event:
         self._number += 1
         return {**event, "sequence_number": self._number - 1}
 
     def _output(self) -> list[Item]:
-        return [item.item(self._ended.get(item.id, "incomplete")) for item in self._items]
+        return [item.item(item.status or "incomplete") for item in self._items]
 
     def _response(self, status: str) -> dict[str, Any]:
         ended = status != "in_progress"
         reason = _INCOMPLETE.get(self._finish or "") if status == "incomplete" else None
-        done = self._speculation if ended else None
         return {
             "id": self.id,
             "object": "response",
@@ -297,14 +287,14 @@ class EventWriter:
             "service_tier": "default",
             "store": self.stored,
             "usage": responses_usage(self._usage) if ended and self._usage else None,
-            **({"speculation": speculation_object(done)} if done else {}),
+            **speculation_member(self._speculation if ended else None),
         }
 
 
 def responses_usage(usage: Usage) -> dict[str, Any]:
     """The `usage` object of a response. It has prediction counts only if the request carried a prediction.
 
-    No tokens are said to be written to a cache: nobody is charged for that.
+    It reports no tokens written to a cache, since no client is charged for them.
     """
     accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
     predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}

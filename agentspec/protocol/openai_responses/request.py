@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import (
@@ -30,10 +30,16 @@ from agentspec.protocol.openai_responses.tools import (
     client_tools,
     offered_tools,
 )
-from agentspec.protocol.requests import EFFORTS as CHAT_EFFORTS
-from agentspec.protocol.requests import MAX_TOOLS, SAMPLED
+from agentspec.protocol.requests import (
+    EFFORTS,
+    MAX_TOOLS,
+    SAMPLED,
+    SamplingFields,
+    check_stream_options,
+    parse_format,
+)
 from agentspec.protocol.tool_names import ToolNames, key_of
-from agentspec.protocol.validation import INERT, Body, Closed, Count, Number, Refused, Text, must, only, wrong_type
+from agentspec.protocol.validation import INERT, Body, Closed, Count, Text, must, one_of, only
 
 _SYSTEM = ("system", "developer")
 
@@ -156,10 +162,7 @@ def _text(part: Item) -> str:
     return str(part["refusal"] if part["type"] == "refusal" else part.get("text", ""))
 
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_STRONGEST = "high"
-_SUMMARIES = ("auto", "concise", "detailed")
-_INCLUDABLE = ("reasoning.encrypted_content",)
+_Summary = Annotated[Text, one_of("auto", "concise", "detailed")]
 _WHOLE = " must be disabled: send a conversation that fits the model"
 # Of vLLM and of chats: they mean here what they mean there, and are checked there.
 _AS_IN_CHATS = (
@@ -182,41 +185,21 @@ def _refuse(advice: str) -> Any:
     return must(lambda _: False, advice)
 
 
-def _one_of(*values: Any) -> Any:
-    listed = ", ".join(map(str, values))
-    return must(lambda value: value in values, f" must be one of {listed}")
-
-
-class _Format(Closed):
-    inert: ClassVar[frozenset[str]] = frozenset({"schema"})
-    type: Annotated[Text, _one_of("text", "json_object", "json_schema")] = "text"
-    name: Text | None = None
-    description: Text | None = None
-    strict: bool | None = None
-
-
 class _TextConfig(Closed):
-    format: _Format = _Format()
-    verbosity: Annotated[Text, _one_of("low", "medium", "high")] | None = None
+    format: Any = None
+    verbosity: Annotated[Text, one_of("low", "medium", "high")] | None = None
 
 
 class _Reasoning(Closed):
-    effort: Annotated[Text, _one_of(*_EFFORTS)] | None = None
-    summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
-    generate_summary: Annotated[Text, _one_of(*_SUMMARIES)] | None = None
-    context: Annotated[Text, _one_of("auto", "all_turns")] | None = None  # the thoughts of all turns are shown
-    mode: Annotated[Text, _one_of("standard")] | None = None
+    effort: Annotated[Text, one_of(*EFFORTS)] | None = None
+    summary: _Summary | None = None
+    generate_summary: _Summary | None = None
+    context: Annotated[Text, one_of("auto", "all_turns")] | None = None  # the thoughts of all turns are shown
+    mode: Annotated[Text, one_of("standard")] | None = None
 
 
 class _ResponsesStreamOptions(Closed):
     include_obfuscation: bool | None = None
-
-
-def _is_includable(names: list[str]) -> list[str]:
-    for index, name in enumerate(names):
-        if name not in _INCLUDABLE:
-            raise Refused(f" must be one of {', '.join(_INCLUDABLE)}", f"[{index}]")
-    return names
 
 
 _Metadata = Annotated[  # bounds of OpenAI's
@@ -224,7 +207,7 @@ _Metadata = Annotated[  # bounds of OpenAI's
 ]
 
 
-class _ResponsesBody(Body):
+class _ResponsesBody(SamplingFields, Body):
     """The fields of a request. `input` and `tools` are read by `items.py` and `tools.py`."""
 
     inert: ClassVar[frozenset[str]] = INERT | {*_AS_IN_CHATS}
@@ -237,7 +220,7 @@ class _ResponsesBody(Body):
     max_output_tokens: Annotated[Count, must(lambda count: count > 0, " must be at least 1")] | None = None
     max_tool_calls: Count | None = None  # of hosted tools, of which there are none
     metadata: _Metadata | None = None
-    include: Annotated[list[Text], AfterValidator(_is_includable)] | None = None
+    include: list[Annotated[Text, one_of("reasoning.encrypted_content")]] | None = None
     top_logprobs: Annotated[Count, must(lambda count: count == 0, " must be 0: chats tell probabilities")] = 0
     truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
@@ -246,8 +229,6 @@ class _ResponsesBody(Body):
     text: _TextConfig = _TextConfig()
     reasoning: _Reasoning = _Reasoning()
     stream_options: _ResponsesStreamOptions = _ResponsesStreamOptions()
-    temperature: Number | None = None
-    top_p: Number | None = None
     user: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
@@ -330,19 +311,17 @@ class ResponsesRequest:
         return _RENAMED.get(head, head) + dot + rest
 
 
-def parse_responses(body: Mapping[str, Any], *, local: bool) -> ResponsesRequest:
-    """Parse a request. `local`: for a model that reads text alone and takes the effort as a template's argument.
+def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
+    """Parse a request. One that continues an earlier response offers tools only after `continuing`.
 
-    One that continues an earlier response offers tools only after `continuing`.
     Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported.
     """
     fields = _ResponsesBody.parse(body)
     if fields.input is None and fields.previous_response_id is None:
         raise InvalidRequestError("input is missing", param="input")
-    items = parse_input([] if fields.input is None else fields.input, media=not local)
-    if fields.stream_options.model_fields_set and not fields.stream:
-        raise InvalidRequestError("stream_options needs stream = true", param="stream_options")
-    chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields, body, local)
+    items = parse_input([] if fields.input is None else fields.input)
+    check_stream_options(fields.stream_options, stream=fields.stream)
+    chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields)
     declared, own = client_tools(fields.tools or []), added_tools(items, "input[{}]")
     request = ResponsesRequest(
         items=items,
@@ -359,28 +338,14 @@ def parse_responses(body: Mapping[str, Any], *, local: bool) -> ResponsesRequest
     return request if request.previous else request.continuing(())
 
 
-def _chat(fields: _ResponsesBody, body: Mapping[str, Any], local: bool) -> dict[str, Any]:
+def _chat(fields: _ResponsesBody) -> dict[str, Any]:
     """The fields of the chat request that have other names there, besides messages and tools."""
-    chat: dict[str, Any] = {"model": fields.model}
+    chat: dict[str, Any] = {"model": fields.model, **fields.text.given("verbosity")}
     if fields.max_output_tokens is not None:
         chat["max_tokens"] = fields.max_output_tokens
-    chat |= _response_format(fields.text.format, body) | fields.text.given("verbosity")
-    effort = fields.reasoning.effort
-    if effort is not None:
-        chat["reasoning_effort"] = _STRONGEST if local and effort not in CHAT_EFFORTS else effort
-    return chat
-
-
-def _response_format(wanted: _Format, body: Mapping[str, Any]) -> dict[str, Any]:
-    if wanted.type == "text":
-        return {}
-    if wanted.type == "json_object":
-        return {"response_format": {"type": "json_object"}}
-    schema = body["text"]["format"].get("schema")
-    if not isinstance(schema, dict):
-        raise wrong_type("text.format.schema", "an object", schema)
-    described = {"name": wanted.name or "answer", "schema": schema, **wanted.given("description", "strict")}
-    return {"response_format": {"type": "json_schema", "json_schema": described}}
+    if fields.text.format is not None:
+        chat |= parse_format(fields.text.format, "text.format")
+    return chat if fields.reasoning.effort is None else {**chat, "reasoning_effort": fields.reasoning.effort}
 
 
 def _repeated(fields: _ResponsesBody, body: Mapping[str, Any]) -> dict[str, Any]:

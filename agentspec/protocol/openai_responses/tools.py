@@ -1,7 +1,7 @@
 """The tools of a Responses request, and the functions that stand for them in a chat.
 
-A custom tool takes text instead of JSON: in a chat it is a function with one argument, the text. The model is told a
-grammar of the text, and not held to it. A namespace groups tools; `ToolNames` says what they are called in a chat.
+A custom tool takes text instead of JSON: in a chat it is a function with one argument, the text. A grammar of the text
+is described to the model and not enforced. A namespace groups tools; `ToolNames` says what they are called in a chat.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, Item
 from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.protocol.tool_names import CHOICES, Key, ToolNames, key_of
-from agentspec.protocol.validation import REQUIRED, Closed, NonEmpty, Text, kind_of, must, shown_name, wrong_type
-from agentspec.protocol.wire import loads
+from agentspec.protocol.validation import REQUIRED, Closed, NonEmpty, Text, one_of, read_one
+from agentspec.protocol.wire import object_in
 
-_KINDS = ("function", "custom")
+ARGUMENT = "input"  # of the function that stands for a custom tool
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
@@ -26,8 +26,8 @@ _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 class ClientTool:
     """A tool as its client names it, and what its function in a chat has besides a name.
 
-    `param` is its place in the request; `about` tells what its namespace is for. `enforced` is False if the model is
-    told the form of its input.
+    `param` is its path in the request; `about` says what its namespace is for. `enforced` is False if the model only
+    reads which form its input has.
     """
 
     param: str
@@ -47,27 +47,62 @@ class _ToolObject(Closed):
     type: Any = None
     name: NonEmpty = REQUIRED
 
+    def declared(self, param: str) -> Iterator[ClientTool]:
+        """The tools that this object, the field `param`, declares."""
+        raise NotImplementedError
+
 
 class _FunctionTool(_ToolObject):
     description: Any = None
     parameters: Any = None
     strict: Any = None
 
-
-class _Namespace(_ToolObject):
-    description: Text | None = None
-    tools: list[Any] = REQUIRED
+    def declared(self, param: str) -> Iterator[ClientTool]:
+        yield ClientTool(param, self.name, self.given("description", "parameters", "strict"))
 
 
 class _InputFormat(Closed):
-    type: Annotated[Text, must(lambda kind: kind in ("text", "grammar"), " must be text or grammar")] = REQUIRED
-    syntax: Annotated[Text, must(lambda one: one in _SYNTAXES, " must be lark or regex")] = "lark"
+    type: Annotated[Text, one_of("text", "grammar")] = REQUIRED
+    syntax: Annotated[Text, one_of(*_SYNTAXES)] = "lark"
     definition: Text = ""
 
 
 class _CustomTool(_ToolObject):
     description: Text | None = None
     format: _InputFormat = _InputFormat(type="text")
+
+    def declared(self, param: str) -> Iterator[ClientTool]:
+        form, described = self.format, "The whole input of this tool, as text."
+        free = form.type == "text"
+        if not (free or form.definition):
+            raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
+        if not free:
+            described += f" It fits this {_SYNTAXES[form.syntax]}:\n{form.definition}"
+        parameters = {
+            "type": "object",
+            "properties": {ARGUMENT: {"type": "string", "description": described}},
+            "required": [ARGUMENT],
+            "additionalProperties": False,
+        }
+        function = {**self.given("description"), "parameters": parameters}
+        yield ClientTool(param, self.name, function, "custom", enforced=free)
+
+
+_KINDS: dict[str, type[_ToolObject]] = {"function": _FunctionTool, "custom": _CustomTool}
+
+
+class _Namespace(_ToolObject):
+    description: Text | None = None
+    tools: list[Any] = REQUIRED
+
+    def declared(self, param: str) -> Iterator[ClientTool]:
+        for index, inner in enumerate(self.tools):
+            name = f"{param}.tools[{index}]"
+            for tool in read_one(inner, name, _KINDS).declared(name):
+                yield replace(tool, namespace=self.name, about=self.description)
+
+
+_DECLARED: dict[str, type[_ToolObject]] = {**_KINDS, "namespace": _Namespace}
 
 
 def client_tools(tools: Sequence[Any], param: str = "tools") -> list[ClientTool]:
@@ -76,7 +111,9 @@ def client_tools(tools: Sequence[Any], param: str = "tools") -> list[ClientTool]
     Raises `InvalidRequestError` for a tool that the client does not run itself, for two of one name, and for more than
     `MAX_TOOLS`.
     """
-    found = [one for index, tool in enumerate(tools) for one in _tools(tool, f"{param}[{index}]")]
+    names = [f"{param}[{index}]" for index in range(len(tools))]
+    read = [read_one(tool, name, _DECLARED) for name, tool in zip(names, tools, strict=True)]
+    found = [tool for name, one in zip(names, read, strict=True) for tool in one.declared(name)]
     if len(found) > MAX_TOOLS:
         message = f"{param} has more than {MAX_TOOLS} entries, those of namespaces counted"
         raise InvalidRequestError(message, param=param)
@@ -104,14 +141,14 @@ def offered_tools(known: Iterable[ClientTool]) -> list[ClientTool]:
 
 
 def chat_tools(tools: Iterable[ClientTool], names: ToolNames) -> list[dict[str, Any]]:
-    """`tools` as a chat request has them. What a namespace is for is told once, by its first tool."""
-    told: set[str] = set()
+    """`tools` as a chat request has them. The first tool of a namespace says what the namespace is for."""
+    described: set[str] = set()
     functions: list[dict[str, Any]] = []
     for tool in tools:
         function: Mapping[str, Any] = {"name": names.of_key(tool.key), **tool.function}
-        if tool.about and tool.namespace not in told and isinstance(own := function.get("description", ""), str):
+        if tool.about and tool.namespace not in described and isinstance(own := function.get("description", ""), str):
             function = {**function, "description": f"{tool.about}\n\n{own}".rstrip()}
-        told.add(tool.namespace or "")
+        described.add(tool.namespace or "")
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -134,7 +171,7 @@ def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | Clien
 
 
 def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
-    """The tool that is meant. Without `namespace`, which OpenAI's type has no place for, the only one of its name."""
+    """The tool that `choice` names. Without `namespace`, which OpenAI's type lacks, the only one of its name."""
     kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
     alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name)]
     own = [tool for tool in alike if tool.key == key_of(str(name), namespace and str(namespace))]
@@ -150,56 +187,6 @@ def _wrong_choice(sentence: str) -> InvalidRequestError:
     return InvalidRequestError(f"tool_choice {sentence}", param="tool_choice")
 
 
-def _tools(tool: Any, param: str) -> Iterator[ClientTool]:
-    if not isinstance(tool, dict) or tool.get("type") != "namespace":
-        yield _tool(tool, param)
-        return
-    space = _Namespace.parse(tool, param)
-    for index, inner in enumerate(space.tools):
-        one = _tool(inner, f"{param}.tools[{index}]")
-        yield replace(one, namespace=space.name, about=space.description)
-
-
-def _tool(tool: Any, param: str) -> ClientTool:
-    if not isinstance(tool, dict):
-        raise wrong_type(param, "an object", tool)
-    kind = tool.get("type")
-    if kind == "function":
-        function = _FunctionTool.parse(tool, param)
-        return ClientTool(param, function.name, function.given("description", "parameters", "strict"))
-    if kind == "custom":
-        return _custom(tool, param)
-    shown = repr(shown_name(kind)) if isinstance(kind, str) else kind_of(kind)
-    message = f"{param}.type is {shown}: only tools that the client runs itself are supported here: function, custom"
-    raise InvalidRequestError(f"{message}, and namespace with those inside", param=f"{param}.type")
-
-
-def _custom(tool: dict[str, Any], param: str) -> ClientTool:
-    given = _CustomTool.parse(tool, param)
-    form = given.format
-    free = form.type == "text"
-    if not (free or form.definition):
-        raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
-    parameters = {
-        "type": "object",
-        "properties": {ARGUMENT: {"type": "string", "description": _described(form)}},
-        "required": [ARGUMENT],
-        "additionalProperties": False,
-    }
-    described = {} if given.description is None else {"description": given.description}
-    return ClientTool(param, given.name, {**described, "parameters": parameters}, "custom", enforced=free)
-
-
-def _described(form: _InputFormat) -> str:
-    told = "The whole input of this tool, as text."
-    if form.type != "grammar":
-        return told
-    return f"{told} It fits this {_SYNTAXES[form.syntax]}:\n{form.definition}"
-
-
-ARGUMENT = "input"
-
-
 def as_arguments(text: str) -> str:
     """The arguments of the function that stands for a custom tool."""
     return json.dumps({ARGUMENT: text}, ensure_ascii=False)
@@ -208,18 +195,10 @@ def as_arguments(text: str) -> str:
 def input_of(arguments: str) -> str:
     """The input of a custom tool in its call's arguments.
 
-    Models that are not held to the form may write something else: then it is the only text of their object, or else
-    all that they wrote.
+    A model may write something else: then it is the only text of its object, or else all that it wrote.
     """
-    try:
-        read = loads(arguments)
-    except ValueError:
-        return _text(arguments)
-    texts = [one for one in read.values() if isinstance(one, str)] if isinstance(read, dict) else []
-    named = read.get(ARGUMENT) if isinstance(read, dict) else None
-    return _text(named if isinstance(named, str) else texts[0] if len(texts) == 1 else arguments)
-
-
-def _text(value: str) -> str:
-    """`value` with its surrogates joined to characters, and those that have no other half replaced."""
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    read = object_in(arguments)
+    texts = [text for text in read.values() if isinstance(text, str)]
+    found = read.get(ARGUMENT, texts[0] if len(texts) == 1 else None)
+    written = found if isinstance(found, str) else arguments
+    return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # which joins halves of a character

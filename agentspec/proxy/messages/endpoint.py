@@ -94,7 +94,7 @@ class MessagesEndpoint(GenerationEndpoint):
     async def _chat(self, exchange: Exchange, backend: OpenAIBackend, *, count: bool = False) -> MessagesRequest:
         """The request as a chat for an upstream."""
         templated = await backend.server_kind() in TEMPLATED
-        read = partial(parse_messages, exchange.fields, images=True, templated=templated, count=count)
+        read = partial(parse_messages, exchange.fields, templated=templated, count=count)
         request = await self._run(exchange, read)
         if request.prefilled and not (templated or count):
             message = "the last message must not be the assistant's: this upstream continues no message"

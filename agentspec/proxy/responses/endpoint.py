@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from agentspec.backends.base import CHAT, RESPONSES, AddsHeaders
@@ -57,7 +56,7 @@ class ResponsesEndpoint(GenerationEndpoint):
             message = f"the model {exchange.record.model!r} does not answer {RESPONSES}"
             raise InvalidRequestError(message, param="model")
         await self._run(exchange, self._check_roles, exchange.fields, backend)
-        request, history = await self._read(exchange, local=True)
+        request, history = await self._read(exchange)
         first = await self._run_on(exchange, history, self._local, exchange.caller, request, history)
         added = backend.response_headers(first) if isinstance(backend, AddsHeaders) else {}
         exchange.record.response_headers = {**added, **_unenforced(request)}
@@ -121,7 +120,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _translate(self, exchange: Exchange, backend: OpenAIBackend) -> None:
         """Ask the upstream for a chat completion, and answer with what it says."""
         record = exchange.record
-        request, history = await self._read(exchange, local=False)
+        request, history = await self._read(exchange)
         await self._run_on(exchange, history, _check_history, history, backend)
         record.response_headers = TRANSLATED | _unenforced(request)
         async with exchange.deadline.limit():
@@ -135,10 +134,9 @@ class ResponsesEndpoint(GenerationEndpoint):
         exchange.release()
         await self._send_answer(exchange, request, deltas)
 
-    async def _read(self, exchange: Exchange, *, local: bool) -> tuple[ResponsesRequest, History]:
+    async def _read(self, exchange: Exchange) -> tuple[ResponsesRequest, History]:
         """The request, with the tools of the whole conversation, and the items that it continues."""
-        read = partial(parse_responses, exchange.fields, local=local)
-        request = await self._run(exchange, read)
+        request = await self._run(exchange, parse_responses, exchange.fields)
         if request.previous is None:
             return request, History([], 0)
         async with exchange.deadline.limit():

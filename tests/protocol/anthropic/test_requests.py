@@ -9,11 +9,18 @@ import pytest
 from anthropic import types
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.anthropic import requests
-from agentspec.protocol.anthropic.requests import INERT, PASSED, _MessagesBody, parse_messages
+from agentspec.protocol.anthropic.requests import (
+    INERT,
+    PASSED,
+    SAID,
+    WRITTEN,
+    MessagesBody,
+    MessagesTool,
+    parse_messages,
+)
 
 LOCAL: dict[str, bool] = {}
-UPSTREAM = {"images": True, "templated": False}
+UPSTREAM = {"templated": False}
 USER = {"role": "user", "content": "hi"}
 REFUSED = {"container"}  # code that runs on Anthropic's servers
 
@@ -31,10 +38,10 @@ def names(kind: Any) -> set[str]:
 
 
 def test_every_field_of_the_clients_types_is_known() -> None:
-    known = {*_MessagesBody.model_fields, *INERT, *PASSED, *REFUSED}
+    known = {*MessagesBody.model_fields, *INERT, *PASSED, *REFUSED}
     fields = names(types.message_create_params.MessageCreateParamsStreaming) | names(types.MessageCountTokensParams)
     assert fields <= known
-    assert names(types.ToolParam) <= {*requests._MessagesTool.model_fields} | requests._MessagesTool.inert
+    assert names(types.ToolParam) <= {*MessagesTool.model_fields} | MessagesTool.inert
     blocks = {
         "text": types.TextBlockParam,
         "image": types.ImageBlockParam,
@@ -44,7 +51,8 @@ def test_every_field_of_the_clients_types_is_known() -> None:
         "tool_result": types.ToolResultBlockParam,
     }
     for kind, block in blocks.items():
-        assert names(block) <= {*requests._BLOCKS[kind].model_fields} | requests._Block.inert
+        model = (SAID | WRITTEN)[kind]
+        assert names(block) <= {*model.model_fields} | model.inert
     assert {"type", *names(types.OutputConfigParam)} == {"type", "effort", "format"}
 
 

@@ -19,9 +19,9 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-def messages(value: Any, *, media: bool = False) -> list[dict[str, Any]]:
+def messages(value: Any) -> list[dict[str, Any]]:
     made = Conversation()
-    made.add_all(parse_input(value, media=media))
+    made.add_all(parse_input(value))
     return made.finish()
 
 
@@ -40,10 +40,10 @@ def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str)
         {"type": "custom_tool_call", **head, "input": written},
         {"type": "custom_tool_call_output", "call_id": "a", "output": result, "name": "edit"},
     ]
-    items = parse_input(value, media=False)
+    items = parse_input(value)
     for item in items:
         ITEM.validate_python(item)
-    assert parse_input(items, media=False) == items
+    assert parse_input(items) == items
     [call], output = messages(value)[0]["tool_calls"], messages(value)[1]
     assert call["function"]["name"] == "disk__edit" and json.loads(call["function"]["arguments"]) == {"input": written}
     assert output == {"role": "tool", "tool_call_id": "a", "content": result}
@@ -83,10 +83,10 @@ def conversations(draw: st.DrawFn) -> list[Item]:
 
 @given(conversations())
 def test_every_text_arrives_once_and_in_order(given_items: list[Item]) -> None:
-    parsed = parse_input(given_items, media=False)
+    parsed = parse_input(given_items)
     for item in parsed:
         ITEM.validate_python(item)
-    assert parse_input(parsed, media=False) == parsed, "the normal form stays as it is"
+    assert parse_input(parsed) == parsed, "the normal form stays as it is"
     made = Conversation()
     made.add_all(parsed)
     found = [parse_message(message, "m") for message in made.finish()]
@@ -140,5 +140,5 @@ def test_the_names_of_a_chats_fields(chat: str, own: str) -> None:
     function = {"type": "function", "name": "f"}
     space = {"type": "namespace", "name": "n", "description": "", "tools": [function, {**function, "name": "g"}]}
     body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
-    request = parse_responses(body, local=True)
+    request = parse_responses(body)
     assert request.own_name(chat) == own

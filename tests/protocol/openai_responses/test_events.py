@@ -21,7 +21,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5
 
 def writer(**fields: Any) -> EventWriter:
     body = {"model": "m", "input": "hi", **fields}
-    return EventWriter(parse_responses(body, local=True))
+    return EventWriter(parse_responses(body))
 
 
 def events(deltas: list[Delta], **fields: Any) -> list[dict[str, Any]]:

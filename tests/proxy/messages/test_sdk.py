@@ -106,7 +106,7 @@ def test_the_stop_sequence_that_ended_the_answer_is_told(scripted: Any, stream: 
 def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:
     client, _ = scripted("ok")
     with pytest.raises(anthropic.BadRequestError) as bad:
-        ask(client, messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}])
+        ask(client, messages=[{"role": "user", "content": [{"type": "video", "source": {}}]}])
     assert bad.value.body["type"] == "error" and bad.value.body["error"]["type"] == "invalid_request_error"
     assert bad.value.body["error"]["param"] == "messages[0].content[0].type" and bad.value.body["request_id"]
     with pytest.raises(anthropic.NotFoundError) as missing:
