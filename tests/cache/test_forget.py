@@ -1,3 +1,5 @@
+"""What is forgotten is gone, from drafts, memory, disk and other processes; and what text is never shared."""
+
 from __future__ import annotations
 
 import random
@@ -10,35 +12,29 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.deletion import Selection
+from agentspec.cache.deletion import Decode, Scope, select
 from agentspec.cache.index import IndexDrafter
-from agentspec.cache.storage.deletion_log import SelectedRows
-from agentspec.cache.storage.reader import SequenceReader
-from agentspec.cache.storage.sqlite import DATABASE
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError
+from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
+from tests.cache.conftest import DATABASE, SQLITE_FIRST, execute, outputs, record, text, wait
 from tests.conftest import costly
 
 CANARY = [777_000_000 + 7 * i for i in range(12)]
-
-
-def text(seed: int, length: int) -> Tokens:
-    return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
 
 
 def spelled(ids: Iterable[int]) -> str:
@@ -57,11 +53,8 @@ class Turn:
     prompt: list[int]
     output: list[int]
 
-    def record(self, cache: SuffixCache) -> Turn:
-        """The turn as it was taken: one without a name may go on from a session that has one, and belongs to it."""
-        with cache.request(self.prompt, namespace=self.tenant, session=self.session) as request:
-            request.extend(self.output)
-        return replace(self, session=request._session.label)
+    def record(self, cache: SuffixCache) -> None:
+        record(cache, self.output, self.prompt, namespace=self.tenant, session=self.session)
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,13 @@ tenants, names = st.sampled_from(["a", "b"]), st.sampled_from(["s", "t", None])
 ids = st.integers(0, 4)
 
 
-turns = st.builds(Turn, tenants, names, st.lists(ids, min_size=1, max_size=80), st.lists(ids, min_size=1, max_size=20))
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    """A turn; one without a name begins as no named one does, or it would go on from that, and belong to it."""
+    session, prompt = draw(names), draw(st.lists(ids, min_size=1, max_size=80))
+    return Turn(
+        draw(tenants), session, prompt if session else [9, *prompt], draw(st.lists(ids, min_size=1, max_size=20))
+    )
 
 
 forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids, min_size=1, max_size=4)).filter(
@@ -98,7 +97,7 @@ forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids
 )
 
 
-stories = st.lists(st.one_of(turns, turns, turns, forgets, st.just("compact")), max_size=14)
+stories = st.lists(st.one_of(turns(), turns(), turns(), forgets, st.just("compact")), max_size=14)
 
 
 Story = list[Turn | Forget | str]
@@ -122,7 +121,8 @@ def tell(cache: SuffixCache, story: Story) -> list[Turn]:
     left: list[Turn] = []
     for event in story:
         if isinstance(event, Turn):
-            left.append(event.record(cache))
+            event.record(cache)
+            left.append(event)
         elif isinstance(event, str):
             cache.compact()
         else:
@@ -160,7 +160,7 @@ def test_a_cache_that_forgot_is_like_one_that_never_knew(story: Story) -> None:
         assert_equal_drafts(cache, left)
 
 
-@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+@SQLITE_FIRST
 @costly
 @given(story=stories)
 def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, story: Story) -> None:
@@ -192,7 +192,7 @@ def test_text_in_namespaces_of_its_tokenizer() -> None:
 
 def test_a_request_in_progress_forgets_and_is_not_shared() -> None:
     with SuffixCache.open() as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         with (
             cache.request([5, 6, 7, 5], session="s") as mine,
             cache.request([5, 6, 7, 5], session="s") as beside,
@@ -219,13 +219,13 @@ def test_so_does_everything_that_might_hold_what_is_searched(conditions: dict[st
             cache.forget(**conditions)
             assert len(request.draft()) == 0
         assert cache.stats().sequences == 0
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         assert cache.stats().sequences == 1
 
 
 def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
     with SuffixCache.open(location) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         with cache.request([5, 6, 7, 5], session="s") as request:
             assert cache.forget(older_than=0) == 1
             assert request.draft(1).tokens.tolist() == [6]
@@ -234,15 +234,18 @@ def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
         assert cache.forget(older_than=3600) == 0
 
 
-@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+@SQLITE_FIRST
 def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
+    """And of what waits to be written a search takes only what matches."""
     failures: list[BaseException] = []
-    stop = threading.Event()
+    stop, stays = threading.Event(), [0, 0, 0]
 
     def work(worker: int) -> None:
         try:
             while not stop.is_set():
-                Turn("default", f"s{worker}", [1, worker], [10 + worker, *CANARY]).record(cache)
+                record(cache, [10 + worker, *CANARY], [1, worker], session=f"s{worker}")
+                record(cache, [10 + worker, 20, 30], [1, worker], session="stays")
+                stays[worker] += 1
                 time.sleep(0.001)
         except BaseException as error:
             failures.append(error)
@@ -258,10 +261,11 @@ def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
             thread.join()
         assert not failures
         cache.forget(**searched(CANARY))
-        assert cache.stats().sequences == 0
+        cache.flush()
+        left = cache.stats().sequences
+        assert sum(stays) - 3 * 3 <= left <= sum(stays)  # a search takes along what is in progress, of each thread
         cache.check_integrity()
-    with SuffixCache.open(location) as cache:
-        assert cache.stats().sequences == 0
+    assert len(outputs(location)) == left
 
 
 # Bytes on disk.
@@ -299,16 +303,8 @@ def _inflated(raw: bytes) -> Iterator[bytes]:
         at = raw.find(b"\x78\x01", at + 1)
 
 
-def column(location: str | Path, query: str) -> list[bytes]:
-    engine = sa.create_engine(location if isinstance(location, str) else f"sqlite:///{location / DATABASE}")
-    with engine.connect() as connection:
-        values = [bytes(value) for value in connection.exec_driver_sql(query).scalars()]
-    engine.dispose()
-    return values
-
-
 def stored_rows(location: str | Path, where: str = "1 = 1") -> list[bytes]:
-    return column(location, f"SELECT tokens FROM sequences WHERE {where}")
+    return [bytes(row[0]) for row in execute(location, f"SELECT tokens FROM sequences WHERE {where}")]
 
 
 def filled(cache: SuffixCache, rounds: int = 60) -> None:
@@ -360,9 +356,7 @@ def test_no_byte_is_left_by_age_without_rewriting(tmp_path: Path) -> None:
         filled(cache)
         cache.compact()
         blobs = stored_rows(tmp_path)
-        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-            connection.execute("UPDATE sequences SET created_at = 5 WHERE session LIKE 'canary%'")
-            connection.commit()
+        execute(tmp_path, "UPDATE sequences SET created_at = 5 WHERE session LIKE 'canary%'")
         old = stored_rows(tmp_path, "created_at = 5")
         assert 20 == len(old) < len(blobs)
     with SuffixCache.open(tmp_path, retention=86400) as cache:
@@ -373,15 +367,13 @@ def test_no_byte_is_left_by_age_without_rewriting(tmp_path: Path) -> None:
 
 def dated(folder: Path, seconds: float) -> None:
     """Let all sequences be of a time so many seconds from now."""
-    with closing(sqlite3.connect(folder / DATABASE)) as connection:
-        connection.execute("UPDATE sequences SET created_at = ?", (time.time() + seconds,))
-        connection.commit()
+    execute(folder, f"UPDATE sequences SET created_at = {time.time() + seconds}")
 
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_shorter_retention_holds_from_the_first_draft(tmp_path: Path, compact: bool) -> None:
     with SuffixCache.open(tmp_path) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         cache.flush()
         dated(tmp_path, -40 * 86400)
     with SuffixCache.open(tmp_path) as cache:
@@ -399,20 +391,20 @@ def test_a_shorter_retention_holds_from_the_first_draft(tmp_path: Path, compact:
 @pytest.mark.parametrize("way", ["retention", "older_than"])
 def test_what_is_dated_ahead_is_old(tmp_path: Path, way: str) -> None:
     with SuffixCache.open(tmp_path) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         cache.flush()
         dated(tmp_path, 10 * 365 * 86400)
     with SuffixCache.open(tmp_path, retention=1e9 if way == "retention" else None) as cache:
         assert way == "retention" or cache.forget(older_than=1e9) == 1
         assert (cache.stats().forgotten, stored_rows(tmp_path)) == (1, [])
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)  # not what is dated now
+        record(cache, [10, 11, 12], [1], session="s")  # not what is dated now
         cache.flush()
         assert cache.forget(older_than=1e9) == 0
 
 
 def test_what_cannot_be_erased_yet_is_told(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
-        Turn("default", "s", [1], CANARY).record(cache)
+        record(cache, CANARY, [1], session="s")
         cache.flush()
         cache.compact()
         blobs = stored_rows(tmp_path)
@@ -422,21 +414,21 @@ def test_what_cannot_be_erased_yet_is_told(tmp_path: Path) -> None:
             assert cache.forget(session="s") == 1
             assert cache.stats().erasure_pending and traces(tmp_path, np.array(CANARY), blobs)
             reader.execute("COMMIT")
-        cache.forget(session="of nobody")
+        cache.forget(session="none")
         assert not cache.stats().erasure_pending and not traces(tmp_path, np.array(CANARY), blobs)
 
 
 def test_a_deletion_of_nothing_rewrites_nothing(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
         for number in range(40):
-            Turn("default", "s", [1], list(text(number, 5000))).record(cache)
+            record(cache, text(number, 5000), [1], session="s")
         cache.compact()
         size = (tmp_path / DATABASE).stat().st_size
         before = written()
-        assert cache.forget(session="of nobody") == 0
+        assert cache.forget(session="none") == 0
         assert written() - before < size / 4
         before = written()
-        Turn("default", "t", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="t")
         assert cache.forget(session="t") == 1
         assert written() - before > size
 
@@ -446,90 +438,31 @@ def written() -> int:
     return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
-def test_a_cache_in_memory_keeps_to_its_retention() -> None:
-    with SuffixCache.open(retention=0.01) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
-        wait(lambda: not cache.stats().sequences)
-        assert (cache.stats().sequences, cache.stats().forgotten) == (0, 1)
-
-
-@pytest.mark.parametrize("mode", ["writer", "follower"])
-def test_so_does_what_a_process_alone_knows(tmp_path: Path, mode: Literal["writer", "follower"]) -> None:
-    """Sessions, and outputs that could not be written: nothing in the database tells when their term ends."""
+@pytest.mark.parametrize("mode", [None, "writer", "follower"])
+def test_a_process_keeps_to_its_retention_by_itself(tmp_path: Path, mode: Literal["writer", "follower"] | None) -> None:
+    """In memory, and where an output could not be written, so that nothing in the database says when its term ends."""
+    reported: list[object] = []
     SuffixCache.open(tmp_path).close()
-    told: list[object] = []
-    with SuffixCache.open(tmp_path, mode=mode, retention=1e6) as cache:
-        assert cache._store is not None
-        cache.on_forget(told.append)
-        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-            connection.execute("CREATE TRIGGER no BEFORE INSERT ON sequences BEGIN SELECT RAISE(ABORT, 'no'); END")
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
-        with pytest.raises(CacheError):
-            cache.flush()
-        cache._deleter.expire()
-        assert (cache.stats().sequences, cache.stats().sessions, told) == (1, 1, [])
-        cache._deleter._retention = 0.0
-        cache._deleter.expire()
-        assert (cache.stats().sequences, cache.stats().sessions, len(told)) == (0, 0, 1)
-
-
-def test_it_keeps_to_it_whatever_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise CacheError("damaged")
-
-    with SuffixCache.open(tmp_path, retention=1e6) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
-        cache.flush()
-        assert cache._sync is not None
-        with monkeypatch.context() as broken:
-            broken.setattr(cache._sync, "follow", fails)
-            broken.setattr(cache._deleter, "apply_deletions", fails)
-            cache._deleter._retention = 0.0
-            cache._deleter.expire_soon()
-            with pytest.raises(CacheError, match="damaged"):
-                cache._maintain()
-        assert (cache.stats().sequences, stored_rows(tmp_path)) == (0, [])
-
-
-def test_what_forgetting_reads_does_not_grow_with_what_stays(
-    location: str | Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(SequenceReader, "numbers")  # of all sequences of a namespace
-    with SuffixCache.open(location) as cache:
-        for number in range(6):
-            with cache.request([1], session=f"s{number % 2}") as request:
-                request.extend(text(number, 20))
-        cache.flush()
-        assert cache.forget(session="s1") == 3
-        assert cache.stats().sequences == 3
+    execute(tmp_path, "CREATE TRIGGER no BEFORE INSERT ON sequences BEGIN SELECT RAISE(ABORT, 'no'); END")
+    with SuffixCache.open(tmp_path if mode else None, mode=mode or "auto", retention=0.01) as cache:
+        cache.on_forget(reported.append)
+        record(cache, [10, 11, 12], [1], session="s")
+        wait(lambda: not cache.stats().sequences and not cache.stats().sessions and reported)
 
 
 def test_what_cannot_be_deleted_is_told_and_kept(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
         cache.flush()
-        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-            connection.execute(
-                "CREATE TRIGGER broken BEFORE INSERT ON deletions BEGIN SELECT RAISE(ABORT, 'no room'); END"
-            )
-            connection.commit()
+        execute(tmp_path, "CREATE TRIGGER broken BEFORE INSERT ON deletions BEGIN SELECT RAISE(ABORT, 'no room'); END")
         with pytest.raises(CacheError, match=r"nothing was forgotten.*no room"):
             cache.forget(session="s")
-        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-            connection.execute("DROP TRIGGER broken")
-            connection.commit()
+        execute(tmp_path, "DROP TRIGGER broken")
         assert cache.stats().sequences == 1
         assert cache.forget(session="s") == 1
 
 
 # Other processes.
-
-
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
 
 
 FOLLOWER = """
@@ -560,8 +493,8 @@ def ask(process: subprocess.Popen[str], line: str) -> str:
 def test_another_process_follows_while_it_only_drafts(location: str | Path) -> None:
     command = [sys.executable, "-c", FOLLOWER, str(location)]
     with SuffixCache.open(location) as cache:
-        Turn("default", "s", [1], [10, 11, 12]).record(cache)
-        Turn("default", "t", [1], [20, 21, 22]).record(cache)
+        record(cache, [10, 11, 12], [1], session="s")
+        record(cache, [20, 21, 22], [1], session="t")
         cache.flush()
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             try:
@@ -595,37 +528,16 @@ def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) 
 
             wait(heard)
             wait(lambda follower=follower: follower.stats().sequences == 0)
-            Turn("default", "s", [1], [20, 21]).record(follower)  # the name can be used again
+            record(follower, [20, 21], [1], session="s")  # the name can be used again
             follower.flush()
             assert len(stored_rows(location)) == 1
             writer.forget(older_than=0)
 
 
-def test_of_what_waits_here_a_search_takes_only_what_matches(tmp_path: Path) -> None:
-    """Nothing can be written while it searches and another process reads what it deletes."""
-    with SuffixCache.open(tmp_path) as cache:
-        cache.flush()
-        assert cache._store is not None
-        outputs = {"kept": [20, 21, 22], "gone": [*map(ord, "a secret")]}
-        search = cache._store._search
-
-        def meanwhile(selection: Selection) -> SelectedRows:  # after the flush, and before the deletion
-            found = search(selection)
-            for session, output in outputs.items():
-                Turn("default", session, [1], output).record(cache)
-            return found
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache._store, "_search", meanwhile)
-            cache.forget(text="secret", decode=letters)
-        cache.flush()
-        assert cache.stats().sequences == len(stored_rows(tmp_path)) == 1
-
-
 def test_a_follower_keeps_what_it_wrote_itself(location: str | Path) -> None:
     with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
         for number in range(20):
-            Turn("default", f"s{number}", [1], [10 * number, 10 * number + 1]).record(follower)
+            record(follower, [10 * number, 10 * number + 1], [1], session=f"s{number}")
         writer.forget(session="s3")  # some of it may not be written yet
         follower.flush()
         left = len(stored_rows(location))
@@ -655,7 +567,7 @@ def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
     with SuffixCache.open(tmp_path / "before") as cache:
         for turn in range(60):  # enough for closing to write a segment
             output = [*text(turn, 700), *CANARY] if turn % 2 else text(turn, 700)
-            Turn("default", "s" if turn % 2 else "t", [1], list(output)).record(cache)
+            record(cache, output, [1], session="s" if turn % 2 else "t")
     for attempt in range(kills):
         folder = tmp_path / str(attempt)
         shutil.copytree(tmp_path / "before", folder)
@@ -683,32 +595,135 @@ def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
     assert (outcomes[0], outcomes[-1]) == (30, 0)
 
 
-def record(cache: SuffixCache, session: str, *output: int) -> None:
-    with cache.request([1, 2], session=session) as request:
-        request.extend(output)
+# Listeners.
 
 
-def ends(cache: SuffixCache) -> set[float]:
-    """The tokens that outputs are known to end with."""
-    with cache.request([9], store=False) as request:
-        return set(request.drafter.state()[len(IndexDrafter().state()) :: 3].tolist())
+def test_listeners_that_raise_forget_or_leave_hold_nothing_up(location: str | Path) -> None:
+    reported: list[str] = []
+    with SuffixCache.open(location) as cache:
+        for session in "abc":
+            record(cache, [1, 2, ord(session)], session=session)
+
+        def fails(scope: Scope) -> None:
+            reported.append("fails")
+            raise ValueError("of its own")
+
+        def forgets(scope: Scope) -> None:
+            reported.append("forgets")
+            if scope.covers("a", 0.0):
+                cache.forget(session="b")
+                end()
+
+        cache.on_forget(fails)
+        end = cache.on_forget(forgets)
+        deleting = threading.Thread(target=lambda: cache.forget(session="a"))
+        deleting.start()
+        deleting.join(60)
+        assert not deleting.is_alive() and cache.stats().sequences == 1
+        assert reported == ["fails", "forgets", "fails", "forgets"]
+        end()
+        cache.forget(session="c")
+        assert reported[4:] == ["fails"]
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_no_end_of_what_is_forgotten_is_known(tmp_path: Path, on_disk: bool) -> None:
-    with SuffixCache.open(tmp_path if on_disk else None) as cache:
-        record(cache, "a", 5, 6, 77)
-        record(cache, "b", 5, 6, 88)
-        assert ends(cache) == {77, 88}
-        assert cache.forget(session="a") == 1
-        assert ends(cache) == {88}
+# What a deletion covers, and what text is never shared.
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_nor_by_a_namespace_that_was_not_in_memory_then(tmp_path: Path, on_disk: bool) -> None:
-    with SuffixCache.open(tmp_path if on_disk else None) as cache:
-        record(cache, "a", 5, 6, 77)
-        [partition] = cache._pool.namespaces.partitions()
-        assert cache._pool.namespaces.leave(partition)
-        assert cache.forget(session="a") == int(on_disk)
-        assert ends(cache) == set()
+def test_text_is_found_however_it_was_tokenised() -> None:
+    pieces = {1: "pass", 2: "word", 3: "p", 4: "assw", 5: "ord", 6: " is hunter2"}
+
+    def decode(ids: object) -> str:
+        return "".join(pieces[token] for token in ids)  # type: ignore[attr-defined]
+
+    selection = select(text="password is", decode=decode)
+    assert selection.holds(np.array([1, 2, 6])) and selection.holds(np.array([3, 4, 5, 6]))
+    assert not selection.holds(np.array([1, 6])) and not selection.holds(np.array([4, 5, 6]))
+
+
+def test_a_scope_tells_who_is_concerned_without_naming_anyone() -> None:
+    scope = select(session="alice@example.org", tenant="acme", tokenizer="k", older_than=60).scope
+    assert "alice" not in repr(scope) and "acme" not in repr(scope)
+    assert scope.concerns(Namespace("acme", "m", "k")) and not scope.searched
+    assert not scope.concerns(Namespace("acme", "m", "other")) and not scope.concerns(Namespace("acm", "m", "k"))
+    now = time.time()
+    assert scope.covers("alice@example.org", now - 70) and not scope.covers("alice@example.org", now - 50)
+    assert not scope.covers("bob", now - 70) and not scope.covers(None, now - 70)
+
+
+def test_ages_are_seconds_or_a_timedelta() -> None:
+    for span in (60, 60.0, timedelta(minutes=1)):
+        earliest = time.time() - 60
+        before = select(older_than=span).before
+        assert before is not None and earliest <= before <= time.time() - 60
+
+
+@pytest.mark.parametrize(
+    ("conditions", "param"),
+    [
+        ({}, None),
+        ({"tokenizer": "k"}, None),
+        ({"session": 5}, "session"),
+        ({"text": "x"}, "text"),
+        ({"text": "", "decode": str}, "text"),
+        ({"older_than": -1}, "older_than"),
+        ({"older_than": "30d"}, "older_than"),
+        ({"older_than": float("nan")}, "older_than"),
+    ],
+)
+def test_conditions_that_cannot_be(conditions: dict[str, object], param: str | None) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        select(**conditions)  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+KEY = r"sk-[a-z0-9]{8}"
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def say(cache: SuffixCache, prompt: str, output: str, decode: Decode | None = letters) -> None:
+    with cache.request(encode(prompt), session="s", decode=decode) as request:
+        request.extend(encode(output))
+
+
+def drafted(cache: SuffixCache, text: str, session: str) -> str:
+    with cache.request(encode(text), session=session, store=False) as request:
+        draft = request.draft(max_tokens=1)
+        return letters(draft.tokens.tolist())
+
+
+def test_a_secret_stays_in_its_own_session(tmp_path: Path) -> None:
+    with SuffixCache.open(tmp_path, refuse_patterns=[KEY, "never this"]) as cache:
+        say(cache, "the key: ", "sk-12345678 of course")
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 0)
+        assert drafted(cache, "the key: sk-12345678 of course. again: sk-", "s") == "1"
+        assert drafted(cache, "sk-", "other") == ""
+        say(cache, "anything", "harmless")
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 1)
+        assert drafted(cache, "ha", "other") == "r"
+    with SuffixCache.open(tmp_path) as cache:
+        assert cache.stats().sequences == 1
+
+
+def test_the_end_of_the_prompt_is_kept_and_so_looked_at() -> None:
+    with SuffixCache.open(refuse_patterns=[KEY]) as cache:
+        say(cache, "my key is sk-12345678", "thank you")
+        say(cache, "my key is sk-1234", "5678")  # across
+        say(cache, "my key is sk-12345678" + 64 * ".", "thank you")
+        assert (cache.stats().refused, cache.stats().sequences) == (2, 1)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with SuffixCache.open(refuse_patterns=[KEY]) as cache:
+        say(cache, "a", "harmless", decode=None)
+        assert (cache.stats().refused, cache.stats().sequences) == (1, 0)
+
+
+def test_an_invalid_pattern() -> None:
+    with pytest.raises(ConfigurationError, match=r"refuse_patterns.*'\(open'") as caught:
+        SuffixCache.open(refuse_patterns=["fine", "(open"])
+    assert caught.value.param == "refuse_patterns"
+    with pytest.raises(ConfigurationError, match=r"refuse_patterns.*b'key'"):
+        SuffixCache.open(refuse_patterns=[b"key"])  # type: ignore[list-item]  # matches no text
