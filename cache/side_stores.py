@@ -229,7 +229,7 @@ class ResponseStore(SideStore):
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
             insert = self.database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
-            if connection.execute(insert).rowcount == 0:
+            if connection.execute(insert.returning(responses.c.id)).first() is None:
                 return False
             self._keep_bounds(connection, len(body) + _ROW)
         return True
