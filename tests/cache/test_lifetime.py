@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-import sqlalchemy as sa
 
-from agentspec.cache import SuffixCache, lifetime
-from agentspec.cache.lifetime import MaintenanceThread
-from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.opening import open_database, prepare
-from agentspec.cache.storage.schema import sequences
-from agentspec.cache.storage.sequence_store import SequenceStore
+from agentspec.cache import SuffixCache
 from agentspec.errors import CacheLockedError
-
-if TYPE_CHECKING:
-    from conftest import Server
-
+from tests.cache.conftest import SQLITE_FIRST, outputs, record, text, wait
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -63,13 +48,6 @@ def run(program: str, location: str | Path, expected: int = 0) -> str:
     assert done.returncode == expected, (done.returncode, done.stdout, done.stderr)
     assert "nanobind" not in done.stderr, done.stderr
     return done.stdout
-
-
-def outputs(location: str | Path) -> list[list[int]]:
-    store = SequenceStore.open(location, disk_bytes=None, mode="follower")
-    found = [one.tokens.tolist() for one in store.records()]
-    store.close()
-    return found
 
 
 DRAFTING = """
@@ -173,7 +151,7 @@ cache.close()
 """
 
 
-@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+@SQLITE_FIRST
 def test_a_forked_child_is_refused_and_disturbs_nothing(location: str | Path) -> None:
     run(FORK, location)
     found = outputs(location)
@@ -215,82 +193,13 @@ def test_a_child_that_lives_on_does_not_keep_the_writers_part(location: str | Pa
             subprocess.run(["kill", "-9", str(child)], check=False)
 
 
-def test_a_request_at_the_end_of_its_cache_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = SuffixCache.open()
-    close = cache._pool.close
-
-    def late() -> None:
-        cache._pool.namespaces.on_pressure()  # as a request does that is just being served
-        close()
-
-    monkeypatch.setattr(cache._pool, "close", late)
-    cache.close()
-    assert cache._maintenance is None
-
-
-def test_the_thread_works_until_it_is_closed_and_tells_a_failure_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifetime, "_MAINTENANCE_SECONDS", 0.01)
-    turns, enough = 0, threading.Event()
-
-    def work() -> None:
-        nonlocal turns
-        turns += 1
-        if turns >= 6:
-            enough.set()
-        if turns != 3:
-            raise OSError("disk is gone")
-
-    with caplog.at_level(logging.WARNING):
-        thread = MaintenanceThread(work, lambda: None)
-        assert enough.wait(10)
-        thread.close()
-        thread.close()
-    done = turns
-    assert [record.getMessage() for record in caplog.records] == 2 * ["looking after the cache failed: disk is gone"]
-    assert not any(one.name == "agentspec-cache-maintenance" for one in threading.enumerate())
-    assert turns == done
-
-
-def test_the_thread_does_what_is_urgent_when_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "_MAINTENANCE_SECONDS", 3600)
-    done, urgent = [], threading.Event()
-    thread = MaintenanceThread(lambda: done.append("work"), urgent.set)
-    thread.wake()
-    assert urgent.wait(10)
-    thread.close()
-    assert done == []
-
-
-def wait(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.02)
-
-
-def record(cache: SuffixCache, number: int, length: int) -> None:
-    with cache.request([1, 2], session=f"s{number}") as request:
-        request.extend(np.random.default_rng(number).integers(0, 2**31 - 2, length).astype(np.int32))
-
-
-def count(location: str | Path) -> int:
-    database = open_database(location)
-    try:
-        with database.engine.connect() as connection:
-            return int(connection.execute(sa.select(sa.func.count()).select_from(sequences)).scalar_one())
-    finally:
-        database.close()
-
-
-@pytest.mark.parametrize("location", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True)
+@SQLITE_FIRST
 def test_after_a_rolling_restart_the_second_process_does_the_writers_work(
     location: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = SuffixCache.open(location, mode="writer")
     for number in range(500):
-        record(first, number, 10)
+        record(first, text(number, 10), session=f"s{number}")
     first.flush()
     with SuffixCache.open(location, retention=3600.0, disk_bytes=8 << 20) as second:
         assert (second.stats().mode, second.stats().sequences) == ("follower", 500)
@@ -298,7 +207,7 @@ def test_after_a_rolling_restart_the_second_process_does_the_writers_work(
         clock = SimpleNamespace(time=lambda: time.time() + 7200)  # from now on all are older, however long it took
         monkeypatch.setattr("agentspec.cache.deletion.time", clock)
         wait(lambda: second.stats().mode == "writer")
-        wait(lambda: (second.stats().sequences, count(location)) == (0, 0))
+        wait(lambda: (second.stats().sequences, len(outputs(location))) == (0, 0))
         with pytest.raises(CacheLockedError):
             SuffixCache.open(location, mode="writer")
 
@@ -309,14 +218,14 @@ def test_it_keeps_the_budget_and_writes_segments(location: str | Path) -> None:
     limit = (1 << 20) + (0 if isinstance(location, Path) else 800_000)  # what PostgreSQL's partitions take when empty
     with SuffixCache.open(location, disk_bytes=limit) as second:
         for number in range(5):
-            record(second, number, 40_000)
+            record(second, text(number, 40_000), session=f"s{number}")
         second.flush()
         assert second.stats().disk_bytes > 1 << 19
         first.close()
         wait(lambda: second.stats().mode == "writer")
         for number in range(5, 10):
-            record(second, number, 40_000)
-        wait(lambda: 0 < count(location) < 10 and second.stats().disk_bytes <= limit)
+            record(second, text(number, 40_000), session=f"s{number}")
+        wait(lambda: 0 < len(outputs(location)) < 10 and second.stats().disk_bytes <= limit)
     if isinstance(location, Path):
         with SuffixCache.open(location) as cache:
             assert cache.compact() > 0  # it is the writer
@@ -352,66 +261,3 @@ def test_a_killed_writer_is_succeeded_and_only_by_one(location: str | Path) -> N
         caches.pop(modes().index("writer")).close()
     assert modes() == ["follower"]
     caches.pop().close()
-
-
-def candidates(location: str | Path, number: int) -> list[Database]:
-    databases = []
-    for _ in range(number):
-        database = open_database(location)
-        database.connect()
-        prepare(database)
-        with suppress(CacheLockedError):
-            database.acquire_writer()
-        databases.append(database)
-    return databases
-
-
-def test_a_lost_connection_moves_the_part_and_the_loser_knows(server: Server, postgres: str) -> None:
-    first, second = candidates(postgres, 2)
-    with closing(first), closing(second):
-        for _ in range(3):
-            assert (first.is_writer, second.is_writer) == (True, False)
-            schema = f"hashtext('{postgres.rpartition('search_path%3D')[2]}')::bigint & 4294967295"
-            holders = f"SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = ({schema})::oid AND granted"
-            server.execute(f"SELECT pg_terminate_backend(pid, 60000) FROM ({holders}) AS holding")
-            second.renew_lease()
-            assert second.is_writer
-            with first.writing() as connection:  # which has not noticed
-                assert first.is_writer and not first.confirm_writer(connection)
-            with second.writing() as connection:
-                assert second.confirm_writer(connection)
-            first.renew_lease()
-            assert not first.is_writer
-            first, second = second, first
-
-
-def test_a_server_that_was_away_has_one_writer_again(server: Server, postgres: str) -> None:
-    databases = candidates(postgres, 3)
-    for _ in range(2):
-        server.stop()
-        for database in databases:
-            with suppress(sa.exc.DBAPIError):
-                database.renew_lease()
-        server.start()
-        for database in databases:
-            with suppress(sa.exc.DBAPIError):  # the first use finds the old connection broken
-                database.renew_lease()
-            database.renew_lease()
-        assert [database.is_writer for database in databases].count(True) == 1
-    for database in databases:
-        database.close()
-
-
-def test_a_lock_file_that_was_deleted_or_replaced_is_noticed(tmp_path: Path) -> None:
-    first, second = candidates(tmp_path, 2)
-    with closing(first), closing(second):
-        (tmp_path / "writer.lock").unlink()
-        second.renew_lease()
-        assert second.is_writer
-        with first.writing() as connection:
-            assert not first.confirm_writer(connection)
-        first.renew_lease()
-        assert not first.is_writer
-        second.close()
-        first.renew_lease()
-        assert first.is_writer

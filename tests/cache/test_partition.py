@@ -64,12 +64,6 @@ def text(seed: int, length: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, 1000, length).astype(np.int32)
 
 
-def opened(sessions: Sessions, name: str | None, prompt: Tokens) -> Session:
-    session = sessions.acquire(name, prompt)
-    session.begin(prompt, MOST)
-    return session
-
-
 def test_an_edited_history_replaces_what_follows() -> None:
     session = Session("s")
     session.begin(text(0, 500), MOST)
@@ -81,23 +75,6 @@ def test_an_edited_history_replaces_what_follows() -> None:
     session.begin(tokens(), MOST)
     assert session.index.length(TRANSCRIPT) == 0
     session.index.check_integrity()
-
-
-def test_without_a_name_the_continued_session_is_found() -> None:
-    """Two conversations share a long system prompt; each goes on in its own."""
-    sessions, system = Sessions(), text(0, 300)
-    pair = [np.concatenate((system, text(seed, 60))) for seed in (1, 2)]
-    begun = [opened(sessions, None, prompt) for prompt in pair]
-    for session in begun:
-        sessions.release(session)
-    for prompt, session in zip(pair, begun, strict=True):
-        following = np.concatenate((prompt, text(9, 10)))
-        found = opened(sessions, None, following)
-        assert found is session
-        sessions.release(found)
-    stranger = opened(sessions, None, np.concatenate((system, text(3, 60))))
-    assert stranger not in begun
-    assert len(sessions) == 3
 
 
 PROMPT = st.builds(lambda at, end: [*range(at), *range(50, end)], st.sampled_from([0, 4, 12, 24]), st.integers(50, 60))
@@ -124,4 +101,4 @@ def test_a_prompt_finds_whichever_idle_session_it_continues_furthest(
         sessions.release(session)
     while sessions.evict():
         pass
-    assert (len(sessions), sessions.busy, sessions.memory_bytes, sessions._idle) == (0, 0, 0, {})
+    assert (len(sessions), sessions.busy, sessions.memory_bytes) == (0, 0, 0)

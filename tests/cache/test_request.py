@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
-from sqlalchemy import event
 
 from agentspec.cache import SuffixCache
 from agentspec.errors import CacheClosedError, InvalidRequestError
@@ -152,26 +148,3 @@ def test_a_draft_may_stand_behind_tokens_that_are_told_later(cache: SuffixCache,
         assert (counted.steps - before.steps, counted.accepted - before.accepted) == (3, 4)
         with pytest.raises(InvalidRequestError, match="behind"):
             request.draft(behind=[-1])
-
-
-def test_a_followers_first_close_waits_for_no_disk(tmp_path: Path) -> None:
-    """It got the number of its output from the database, whose writer may hold the lock for half a minute."""
-    SuffixCache.open(tmp_path).close()
-    statements = 0
-
-    def executed(*_: object) -> None:
-        nonlocal statements
-        statements += threading.get_ident() == here
-
-    here = threading.get_ident()
-    with SuffixCache.open(tmp_path, mode="follower") as cache:
-        request = cache.request([1, 2])
-        event.listen(sa.Engine, "before_cursor_execute", executed)
-        try:
-            request.extend([3, 4])
-            request.close()
-        finally:
-            event.remove(sa.Engine, "before_cursor_execute", executed)
-        assert statements == 0
-        cache.flush()
-        assert cache.stats().unwritten == 0

@@ -11,9 +11,8 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import PartlyForgottenError
-from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheClosedError, CacheUnavailableError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
 
 
@@ -197,16 +196,25 @@ def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:
         assert cache.stats().sequences == 0
 
 
-def test_forget_says_what_a_database_that_could_not_be_opened_may_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise CacheUnavailableError("no answer")
-
-    monkeypatch.setattr(SequenceStore, "open", fail)
-    with SuffixCache.open(tmp_path) as cache:
-        with cache.request([1, 2], session="s") as request:
-            request.extend([3, 4, 5])
-        with pytest.raises(PartlyForgottenError, match=r"may hold more \(no answer\); forget again") as caught:
+def test_forget_says_what_a_database_that_could_not_be_opened_may_hold() -> None:
+    with SuffixCache.open("postgresql://user@127.0.0.1:1/db") as cache:
+        record(cache, [1, 2], [3, 4, 5], session="s")
+        with pytest.raises(PartlyForgottenError, match=r"may hold more \(.*127.0.0.1:1.*\); forget again") as caught:
             cache.forget(session="s")
         assert caught.value.count == 1 and cache.stats().sequences == 0
+
+
+def test_without_a_name_the_continued_session_is_found() -> None:
+    """Two conversations share a long system prompt; each goes on in its own."""
+    system = text(0, 300)
+    pair = [np.concatenate((system, text(seed, 60))) for seed in (1, 2)]
+    with SuffixCache.open() as cache:
+        for prompt in pair:
+            cache.request(prompt).close()
+        for prompt in pair:
+            following = np.concatenate((prompt, text(9, 10), prompt[-20:-10]))
+            with cache.request(following) as request:
+                assert request.draft(4).tokens.tolist() == prompt[-10:-6].tolist()
+            assert cache.stats().sessions == 2
+        cache.request(np.concatenate((system, text(3, 60)))).close()
+        assert cache.stats().sessions == 3

@@ -1,40 +1,29 @@
+"""Segments: what a process maps and what it reads from the database, when they are written, and what deletes them."""
+
 from __future__ import annotations
 
 import logging
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.cache import SuffixCache, deletion
+from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter, propose_batch
-from agentspec.cache.storage.reader import POLLED
-from agentspec.cache.storage.segments import LocalFiles
-from agentspec.cache.storage.sqlite import DATABASE
-from agentspec.cache.tokens import SequenceRecord, Tokens
+from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
+from agentspec.types import Namespace
+from tests.cache.conftest import DATABASE, execute, outputs, record, text, wait
 
 CHUNK_BYTES = 65_536 * 4  # of a log: only whole chunks are mapped
-
-
-def text(seed: int, length: int) -> Tokens:
-    return np.random.default_rng(seed).integers(0, 2**31 - 1, length).astype(np.int32)
-
-
-def record(cache: SuffixCache, output: Tokens, tenant: str = "default", session: str | None = None) -> None:
-    with cache.request([1, 2], namespace=tenant, session=session) as request:
-        request.extend(output)
 
 
 def fill(folder: Path, count: int = 40, length: int = 100, **options: Any) -> None:
@@ -58,12 +47,6 @@ def known(cache: SuffixCache, numbers: range, tenant: str = "default") -> list[i
             if request.draft(1).tokens.tolist() == [output[3]]:
                 found.append(number)
     return found
-
-
-def execute(folder: Path, statement: str) -> None:
-    with closing(sqlite3.connect(folder / DATABASE)) as connection:
-        connection.execute(statement)
-        connection.commit()
 
 
 @pytest.mark.parametrize("way", ["mapped", "rebuilt"])
@@ -123,23 +106,15 @@ def test_closing_and_growing_write_them(tmp_path: Path) -> None:
         record(cache, text(1, 10_000))
     assert len(segments(tmp_path)) == 1
     with SuffixCache.open(tmp_path) as cache:
-        assert cache._sync is not None and cache._maintenance is not None
-        cache._maintenance.close()  # it would write one between recording and flushing, now and then
         size = segments(tmp_path)[0].stat().st_size
-        record(cache, text(2, 60_000))
-        cache._sync.maintain()
-        assert segments(tmp_path)[0].stat().st_size == size
-        record(cache, text(3, 10_000))
+        record(cache, text(2, 70_000))
         cache.flush()
-        cache._sync.maintain()
-        assert segments(tmp_path)[0].stat().st_size > 4 * size
+        wait(lambda: segments(tmp_path)[0].stat().st_size > 4 * size)
         cache.forget(older_than=3600)
-        cache.forget(session="nobody")
+        cache.forget(session="none")
         assert len(segments(tmp_path)) == 1
-        cache.forget(text=str(text(2, 60_000)[:5].tolist())[1:-1], decode=str)
+        cache.forget(text=str(text(2, 70_000)[:5].tolist())[1:-1], decode=str)
         assert segments(tmp_path) == []
-        cache._sync.maintain()
-        assert segments(tmp_path) == []  # not at once again
     assert len(segments(tmp_path)) == 1
 
 
@@ -227,59 +202,43 @@ def test_a_segment_from_before_a_forget(tmp_path: Path) -> None:
         assert not file.exists()
 
 
-def test_the_writer_deletes_what_a_killed_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a namespace that nobody may ever load, at the start and while it runs."""
-    monkeypatch.setattr("agentspec.cache.namespaces._AT_ONCE", 0)
-    monkeypatch.setattr("agentspec.cache.sync._PAUSE", 0.0)
+def test_the_writer_deletes_what_a_killed_process_left(tmp_path: Path) -> None:
+    """Of a namespace that no request may ever load."""
     with SuffixCache.open(tmp_path) as cache:
-        for number in range(3):
-            record(cache, text(number, 100), f"t{number}", f"s{number}")
+        for number in range(20):  # of which the newest are loaded at the start
+            record(cache, text(number, 100), namespace=f"t{number}", session=f"s{number}")
         cache.compact()
     saved = {file: file.read_bytes() for file in segments(tmp_path)}
-
-    def forget(number: int) -> None:
-        with SuffixCache.open(tmp_path, mode="follower") as follower:
-            follower.forget(session=f"s{number}")
-        for file, data in saved.items():
-            file.write_bytes(data)
-
-    def left() -> list[int]:
-        data = b"".join(file.read_bytes() for file in segments(tmp_path))
-        return [number for number in range(3) if text(number, 100)[20:60].tobytes() in data]
-
-    forget(0)
-    assert left() == [0, 1, 2]
+    with SuffixCache.open(tmp_path, mode="follower") as follower:
+        follower.forget(session="s0")
+    assert len(segments(tmp_path)) == 19
+    for file, data in saved.items():
+        file.write_bytes(data)
     with SuffixCache.open(tmp_path) as cache:
-        assert cache._maintenance is not None and cache._sync is not None
-        cache._maintenance.close()
-        cache._maintain()
-        assert left() == [1, 2] and cache.stats().namespaces == 0
-        forget(1)
-        cache._maintain()
-        assert left() == [2] and cache.stats().segment_error is None
+        wait(lambda: len(segments(tmp_path)) == 19)
+        assert text(0, 100)[20:60].tobytes() not in b"".join(file.read_bytes() for file in segments(tmp_path))
+        assert cache.stats().segment_error is None and cache.stats().namespaces == 16
 
 
-def test_many_deletions_of_others_cost_no_look_at_each_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of sessions in a segment, times thousands that were forgotten, took minutes at opening."""
-    fill(tmp_path)
+def test_a_segment_of_another_namespace_is_deleted_and_of_another_version_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with SuffixCache.open(tmp_path) as cache:
-        for number in range(20):
-            cache.forget(session=f"nobody{number}")
-    hashed: Counter[str] = Counter()
-
-    def digest(name: str) -> str:
-        hashed[name] += 1
-        return original(name)
-
-    original = deletion._digest
-    monkeypatch.setattr(deletion, "_digest", digest)
+        for tenant in "ab":
+            record(cache, text(ord(tenant), 100), namespace=tenant)
+        cache.compact()
+    mine, others = (tmp_path / f"{Namespace(tenant).key}.segment" for tenant in "ab")
+    others.write_bytes(mine.read_bytes())
+    data = bytearray(mine.read_bytes())
+    data[12] = 9
+    mine.write_bytes(data)
+    (tmp_path / "x.segment.new").write_bytes(b"half of one, by a writer that was killed")
     with SuffixCache.open(tmp_path) as cache:
-        assert known(cache, range(40)) == list(range(40)) and cache.stats().segment_bytes > 0
-    assert hashed.total() == 0
-    execute(tmp_path, "DELETE FROM sequences WHERE session = 's3'")  # as for room: no deletion is logged
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.stats().sequences == 39 and cache.stats().segment_bytes > 0
-    assert hashed["s5"] == 20
+        assert cache.stats().sequences == 2 and cache.stats().segments_skipped == 2
+        assert "version 9" in caplog.text and "namespace" in caplog.text
+        wait(lambda: segments_of_any_kind(tmp_path) == [mine])
+        cache.forget(session="of another")  # it cannot be told what is in it
+        assert segments_of_any_kind(tmp_path) == []
 
 
 def test_no_forgotten_byte_comes_back_while_it_compacts(tmp_path: Path) -> None:
@@ -361,86 +320,6 @@ def test_damage_is_told_and_costs_time_only(tmp_path: Path, caplog: pytest.LogCa
         assert cache.stats().segment_bytes > 0
 
 
-class FullDisk(LocalFiles):
-    """No room for anything new, from the n-th write on."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        super().__init__(path)
-        self.room = room
-
-    def create(self, name: str) -> BinaryIO:
-        self._take()
-        return super().create(name)
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        self._take()
-        super().write(file, data)
-
-    def sync(self, file: BinaryIO) -> None:
-        self._take()
-        super().sync(file)
-
-    def rename(self, old: str, new: str) -> None:
-        self._take()
-        super().rename(old, new)
-
-    def _take(self) -> None:
-        if self.room == 0:
-            raise OSError(28, "No space left on device")
-        self.room -= 1
-
-
-class CountingFiles(LocalFiles):
-    """Counts how often the folder is listed."""
-
-    listings = 0
-
-    def names(self) -> list[str]:
-        self.listings += 1
-        return super().names()
-
-
-def test_the_folder_is_listed_once_however_many_namespaces_there_are(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path, disk_bytes=1 << 30) as cache:
-        assert cache._store is not None and cache._sync is not None and cache._maintenance is not None
-        cache._maintenance.close()
-        for number in range(40):
-            record(cache, text(number, 50), f"tenant-{number}")
-        cache.compact()
-        files = cache._store.segments._files = CountingFiles(tmp_path)
-        cache._sync.maintain()
-        assert files.listings <= 2  # the names, and the sizes for the budget
-        for number in range(5):
-            record(cache, text(number, 50), f"tenant-{number}")
-            cache.flush()
-        assert files.listings <= 3
-
-
-@pytest.mark.parametrize("room", range(9))
-def test_a_full_disk(tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture) -> None:
-    fill(tmp_path, 10)
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache._store is not None and cache._sync is not None and cache._maintenance is not None
-        cache._maintenance.close()  # which would save the segment at any moment
-        record(cache, text(10, 70_000))
-        real, cache._store.segments._files = cache._store.segments._files, FullDisk(tmp_path, room)
-        if room < 8:
-            with pytest.raises(CacheError, match="No space left"):
-                cache.compact()
-            cache._sync.maintain()
-            error = cache.stats().segment_error
-            assert error is not None and "No space left" in error
-            assert len(caplog.records) == 1
-        record(cache, text(11, 100))
-        assert known(cache, range(10)) == list(range(10))
-        cache._store.segments._files = real
-        cache.compact()
-        assert cache.stats().segment_error is None
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.stats().sequences == 12 and cache.stats().segment_bytes > 70_000 * 4 + CHUNK_BYTES
-    assert [path.suffix for path in segments_of_any_kind(tmp_path)] == [".segment"]
-
-
 WRITER = """
 import sys
 import numpy as np
@@ -470,8 +349,7 @@ def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
             time.sleep(generator.uniform(0, 0.06))
             process.send_signal(signal.SIGKILL)
         with SuffixCache.open(tmp_path) as cache:
-            with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-                [(stored,)] = connection.execute("SELECT count(*) FROM sequences")
+            stored = len(outputs(tmp_path))
             assert cache.stats().sequences == stored
             assert cache.stats().segment_error is None
             cache.check_integrity()
@@ -481,25 +359,3 @@ def test_a_kill_leaves_a_cache_that_opens(tmp_path: Path, kills: int) -> None:
         cache.compact()
     with SuffixCache.open(tmp_path) as cache:
         assert cache.stats().segment_bytes > 0
-
-
-def test_a_backlog_of_another_process_is_followed_a_few_rows_at_a_time(location: str | Path) -> None:
-    """Between two pieces `flush` and deletions get the lock, whatever another process imports meanwhile."""
-    with SuffixCache.open(location, mode="follower") as follower, SuffixCache.open(location) as writer:
-        assert follower._sync is not None and follower._maintenance is not None
-        follower._maintenance.close()
-        pieces: list[int] = []
-        ingest = follower._pool.ingest
-
-        def counted(records: Iterable[SequenceRecord]) -> None:
-            found = list(records)
-            pieces.append(len(found))
-            ingest(found)
-
-        follower._pool.ingest = counted  # type: ignore[method-assign]
-        for turn in range(5 * POLLED):
-            record(writer, text(turn, 3))
-        writer.flush()
-        follower._sync.follow()
-        assert sum(pieces) == 5 * POLLED and max(pieces) <= POLLED
-        assert follower.stats().sequences == 5 * POLLED

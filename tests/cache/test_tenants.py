@@ -8,7 +8,7 @@ import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache import SuffixCache, namespaces, partition, request
-from agentspec.cache._native import IndexView
+from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Namespace
 from tests.instructions import counted_instructions
@@ -53,10 +51,9 @@ class Watch:
         self.held: dict[str, list[str]] = defaultdict(list)  # by thread
         self.made = 0
 
-    def threading(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            Lock=lambda: WatchedLock(self, threading.Lock()), RLock=lambda: WatchedLock(self, threading.RLock())
-        )
+    def made_by(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """Makes a lock; one that the cache makes is watched."""
+        return lambda: WatchedLock(self, make()) if _is_ours(sys._getframe(1)) else make()
 
     def native(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
@@ -66,6 +63,10 @@ class Watch:
             return call(*args, **options)
 
         return watched
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals["__name__"]).startswith("agentspec.cache.")
 
 
 class WatchedLock:
@@ -97,8 +98,8 @@ class WatchedLock:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    for module in (namespaces, partition, request):
-        monkeypatch.setattr(module, "threading", watch.threading())
+    for kind in ("Lock", "RLock"):  # what waits for what is seen in no other way
+        monkeypatch.setattr(threading, kind, watch.made_by(getattr(threading, kind)))
     for owner, names in NATIVE.items():
         for name in names:
             monkeypatch.setattr(owner, name, watch.native(getattr(owner, name)))
@@ -178,22 +179,19 @@ def instructions(work: Callable[[], None]) -> int:
 
 
 def test_an_empty_namespace_takes_little() -> None:
-    table, count = NamespaceTable(1 << 30, None), 1000
+    count = 1000
     names = [Namespace(f"tenant-{number}") for number in range(count)]
-    with table.entered(Namespace("first")) as first:
-        native = first.shared.memory_bytes() + first.drafter.memory_bytes()
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        for name in names:
-            with table.entered(name):
-                pass
-        traced = (tracemalloc.get_traced_memory()[0] - before) / count
-    finally:
-        tracemalloc.stop()
-    objects = sys.getsizeof(first.shared.native) + sys.getsizeof(first.drafter.native)  # hold part of `native`
-    assert traced - objects + native <= 4096
-    assert traced - objects <= table.total / (count + 1) <= 4096  # and that is what it counts for
+    with SuffixCache.open(memory_bytes=1 << 30) as cache:
+        cache.request([1], namespace="first", store=False).close()
+        tracemalloc.start()
+        try:
+            before, counted = tracemalloc.get_traced_memory()[0], cache.stats().memory_bytes
+            for name in names:
+                cache.request([1], namespace=name, store=False).close()
+            traced = (tracemalloc.get_traced_memory()[0] - before) / count
+        finally:
+            tracemalloc.stop()
+        assert (cache.stats().memory_bytes - counted) / count <= 4096 and traced <= 4096
 
 
 def add(cache: SuffixCache, output: Tokens, namespace: Namespace, session: str | None = None) -> None:
@@ -247,25 +245,3 @@ def test_every_share_is_kept_whatever_comes(turns: list[tuple[int, int, int]]) -
                 time.sleep(0.01)
             assert total <= limit
         cache.check_integrity()
-
-
-def test_merges_that_a_draft_holds_up_are_tried_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    with SuffixCache.open() as cache:
-        table, rests = cache._pool.namespaces, list[float]()
-        monkeypatch.setattr(table, "on_pressure", lambda: None)  # only this thread looks after it
-        monkeypatch.setattr("agentspec.cache.eviction.time", SimpleNamespace(sleep=rests.append))
-        for number in range(80):
-            add(cache, text(number, 1500), Namespace("one"))
-        [partition] = table.partitions()
-        table.eviction.relieve()
-        assert not rests
-        with partition.lock:
-            partition.forget(partition.shared.oldest(120_000).tolist()[::4])
-            table.book(partition)
-        draft = IndexView(partition.shared.native)
-        for _ in range(3):
-            table.eviction.relieve()
-        assert len(rests) == 3 and partition.shared.merging_due
-        del draft
-        table.eviction.relieve()
-        assert len(rests) == 3 and not partition.shared.merging_due

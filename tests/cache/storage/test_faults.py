@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.storage.sequence_store import SequenceStore
+from tests.cache.conftest import outputs
 
 SLOW = pytest.mark.slow
 LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -23,10 +23,8 @@ STRIDES = [61, pytest.param(7, marks=SLOW), pytest.param(1, marks=LONG)]
 
 
 def stored(location: str | Path) -> list[list[int]]:
-    store = SequenceStore.open(location, disk_bytes=None, mode="auto")
-    rows = [row.tokens.tolist() for row in store.records()]
-    store.close()
-    return rows
+    SuffixCache.open(location).close()
+    return outputs(location)
 
 
 # S1, S2: kill -9 while writing, and again while opening.
@@ -129,9 +127,8 @@ def durable(cache):
 def outputs(path):
     with SuffixCache.open(path) as cache:
         assert cache.stats().mode == "writer", cache.stats()
-        from agentspec.cache.storage.sequence_store import SequenceStore
-        rows = [row.tokens.tolist() for row in cache._store.records()]
-        return rows
+    from tests.cache import conftest
+    return conftest.outputs(path)
 
 def drafts(cache, turn):
     with cache.request([2, turn], session="new", store=False) as request:

@@ -1,60 +1,28 @@
+"""PostgreSQL: addresses, the writer, order, several nodes on one server, and a server that goes away for a while."""
+
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.storage.opening import prepare
-from agentspec.cache.storage.postgres import PostgresDatabase
-from agentspec.cache.storage.schema import sequences
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from tests.cache.conftest import outputs, record, wait
 
 if TYPE_CHECKING:
     from conftest import Server
 
 SECRET = "hunter2-and-more"
-
-
-def record(cache: SuffixCache, prompt: list[int], output: list[int], **labels: str) -> None:
-    with cache.request(prompt, **labels) as request:
-        request.extend(output)
-
-
-def wait(condition: Any, seconds: float = 240.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def looked_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
-    """Wait for something that the caches' own threads bring about: in vain if they have looked after the caches for 800
-    times since, which two caches do in some minutes, or in many more on a machine that has no time for them.
-    """
-    rounds, maintain = [0], SuffixCache._maintain
-
-    def counted(cache: SuffixCache) -> None:
-        rounds[0] += 1
-        maintain(cache)
-
-    monkeypatch.setattr(SuffixCache, "_maintain", counted)
-
-    def wait_for(condition: Callable[[], bool]) -> None:
-        limit = rounds[0] + 800
-        while not condition():
-            assert rounds[0] < limit, "waited in vain"
-            time.sleep(0.02)
-
-    return wait_for
 
 
 # Addresses.
@@ -84,7 +52,7 @@ def test_no_server_is_told_without_the_password(address: str, caplog: pytest.Log
             SuffixCache.open(address, mode=mode)  # type: ignore[arg-type]
         assert SECRET not in str(caught.value)
     with SuffixCache.open(address) as cache:
-        record(cache, [1], [40, 41])
+        record(cache, [40, 41])
         stats = cache.stats()
         assert (stats.mode, stats.sequences) == ("memory", 1)
         assert stats.store_error is not None and "127.0.0.1:1" in stats.store_error
@@ -128,68 +96,50 @@ def test_the_writer_is_named_and_does_not_block_when_killed(postgres: str) -> No
     wait(writer)
 
 
-def test_the_next_writer_need_not_wait_until_the_server_notices_the_end(
-    postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = PostgresDatabase(postgres), PostgresDatabase(postgres)
-    first.acquire_writer()
-    lease = first._lease
-    assert lease is not None
-    close = lease.close
-
-    def acquire_and_close() -> None:
-        second.acquire_writer()
-        close()
-
-    monkeypatch.setattr(lease, "close", acquire_and_close)
-    first.close()
-    assert second.is_writer
-    second.close()
-
-
 def test_schemas_of_one_database_are_separate_caches(server: Server) -> None:
     one, two = server.address(), server.address()
     with SuffixCache.open(one, mode="writer") as first, SuffixCache.open(two, mode="writer") as second:
-        record(first, [1], [40, 41])
+        record(first, [40, 41])
         first.flush()
         time.sleep(0.6)
         assert (first.stats().sequences, second.stats().sequences) == (1, 0)
 
 
+def test_a_writer_that_lost_its_connection_is_succeeded_and_knows(server: Server, postgres: str) -> None:
+    schema = f"hashtext('{postgres.rpartition('search_path%3D')[2]}')::bigint & 4294967295"
+    holders = f"SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = ({schema})::oid AND granted"
+    with SuffixCache.open(postgres) as one, SuffixCache.open(postgres) as other:
+        for turn in range(3):
+            server.execute(f"SELECT pg_terminate_backend(pid, 60000) FROM ({holders}) AS holding")
+            wait(lambda: server.execute(holders) and "writer" in (one.stats().mode, other.stats().mode))
+            for cache in (one, other):
+                record(cache, [40 + turn, 41, 42])
+                wait(lambda cache=cache: cache.stats().store_error is None)
+                cache.flush()
+        wait(lambda: sorted((one.stats().mode, other.stats().mode)) == ["follower", "writer"])
+    assert len(outputs(postgres)) == 6
+
+
 # Ids and their order.
 
 
-def test_who_has_seen_an_id_has_seen_all_smaller_ones(postgres: str) -> None:
-    """Writers that commit late would otherwise appear behind a reader's back."""
-    database = PostgresDatabase(postgres)
-    prepare(database)
-    values = {"namespace": "n", "tenant": "t", "model_fingerprint": "", "tokenizer_hash": "", "template_hash": ""}
-    values |= {"token_count": 0, "tokens": b"", "created_at": 0.0}
-    stop = threading.Event()
+def test_a_follower_misses_nothing_of_writers_that_commit_late(postgres: str) -> None:
+    """A row gets its id at insert and is seen at commit: a follower that has seen an id has seen all smaller ones."""
+    with ExitStack() as opened:
+        follower = opened.enter_context(SuffixCache.open(postgres, mode="follower"))
+        writers = [opened.enter_context(SuffixCache.open(postgres)) for _ in range(4)]
 
-    def work(worker: int) -> None:
-        number = worker << 32
-        while not stop.is_set():
-            with database.writing() as connection:
-                connection.execute(sequences.insert().values(**values, number=number))
-                time.sleep(0.001 * (worker % 3))
-            number += 1
+        def work(worker: int) -> None:
+            for turn in range(30):
+                record(writers[worker], [1000 * worker + turn, 7, 8], session=f"s{worker}")
+                writers[worker].flush()
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    seen: list[int] = []
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        while len(seen) < 100:
-            query = sa.select(sequences.c.id).where(sequences.c.id > max(seen, default=0)).order_by(sequences.c.id)
-            seen += connection.execute(query).scalars()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    with database.engine.connect() as connection:
-        query = sa.select(sequences.c.id).where(sequences.c.id <= seen[-1]).order_by(sequences.c.id)
-        assert connection.execute(query).scalars().all() == seen
-    database.close()
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wait(lambda: follower.stats().sequences == 120)
 
 
 # A server that goes away.
@@ -200,17 +150,16 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
     server: Server,
     postgres: str,
     caplog: pytest.LogCaptureFixture,
-    looked_after: Callable[[Callable[[], bool]], None],
 ) -> None:
     with SuffixCache.open(postgres) as writer, SuffixCache.open(postgres) as follower:
-        record(writer, [1], [40, 41, 42], session="s")
+        record(writer, [40, 41, 42], session="s")
         writer.flush()
         disk_bytes = writer.stats().disk_bytes
         server.stop()
         try:
             for turn in range(3):
-                record(writer, [1], [50 + turn, 60 + turn], session="forgotten later")
-                record(follower, [1], [70 + turn, 80 + turn])
+                record(writer, [50 + turn, 60 + turn], session="forgotten later")
+                record(follower, [70 + turn, 80 + turn])
             with pytest.raises(CacheError, match="tried again"):
                 writer.flush()
             with pytest.raises(CacheError, match="nothing was forgotten"):
@@ -221,17 +170,17 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
             wait(lambda: follower.stats().behind > lag + 1)
             stats = writer.stats()
             assert stats.store_error is not None and stats.disk_bytes == disk_bytes
-            looked_after(lambda: writer.stats().mode == "follower")  # the server holds no lock for it any more
+            wait(lambda: writer.stats().mode == "follower")  # the server holds no lock for it any more
         finally:
             server.start()
-        looked_after(lambda: writer.stats().store_error is None)
-        looked_after(lambda: "writer" in (writer.stats().mode, follower.stats().mode))
+        wait(lambda: writer.stats().store_error is None)
+        wait(lambda: "writer" in (writer.stats().mode, follower.stats().mode))
         for cache in (writer, follower):
-            looked_after(lambda cache=cache: cache.stats().store_error is None)
+            wait(lambda cache=cache: cache.stats().store_error is None)
             cache.flush()
-            looked_after(lambda cache=cache: cache.stats().sequences == 7)
+            wait(lambda cache=cache: cache.stats().sequences == 7)
             assert cache.stats().unwritten == 0
-        looked_after(lambda: follower.stats().behind < lag + 1 and follower.stats().unread == 0)
+        wait(lambda: follower.stats().behind < lag + 1 and follower.stats().unread == 0)
         assert writer.forget(session="forgotten later") == 3
     with SuffixCache.open(postgres) as cache:
         assert cache.stats().sequences == 4
@@ -239,18 +188,16 @@ def test_drafting_goes_on_without_the_server_and_writing_when_it_is_back(
 
 
 @pytest.mark.timeout(3600)
-def test_what_was_forgotten_while_it_waited_to_be_written_is_not_written(
-    server: Server, postgres: str, looked_after: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_what_was_forgotten_while_it_waited_to_be_written_is_not_written(server: Server, postgres: str) -> None:
     with SuffixCache.open(postgres) as one, SuffixCache.open(postgres) as other:
         server.stop()
-        record(one, [1], [40, 41], session="s")
+        record(one, [40, 41], session="s")
         with pytest.raises(CacheError, match="tried again"):
             one.flush()
         server.start()
-        looked_after(lambda: forgotten(other))
-        looked_after(lambda: one.stats().store_error is None)
-        looked_after(lambda: one.stats().sequences == 0)
+        wait(lambda: forgotten(other))
+        wait(lambda: one.stats().store_error is None)
+        wait(lambda: one.stats().sequences == 0)
         one.flush()
     with SuffixCache.open(postgres) as cache:
         assert cache.stats().sequences == 0
@@ -268,7 +215,7 @@ def test_no_byte_is_left_in_the_servers_tables(server: Server, postgres: str) ->
     canary = "canary-session-of-somebody"
     with SuffixCache.open(postgres) as cache:
         for turn in range(20):
-            record(cache, [1], list(range(turn, turn + 400)), session=f"{canary}-{turn}" if turn % 2 else "other")
+            record(cache, list(range(turn, turn + 400)), session=f"{canary}-{turn}" if turn % 2 else "other")
         cache.flush()
         server.execute("ANALYZE", "CHECKPOINT")
         assert canary in tables(server)
@@ -301,3 +248,115 @@ def test_an_account_that_owns_nothing_writes_and_follows(server: Server, postgre
             cache.flush()
             assert cache.forget(session="nobody") == 0
         assert owner.forget(session="s") == 1
+
+
+# Several nodes.
+
+
+CONNECTIONS = 6  # that one node keeps at the most: the writer's lock, and its threads' at work
+
+
+def test_all_nodes_see_what_each_wrote_over_few_connections(server: Server, postgres: str) -> None:
+    with ExitStack() as opened:
+        nodes = [opened.enter_context(SuffixCache.open(postgres)) for _ in range(6)]
+        assert [node.stats().mode for node in nodes] == ["writer", *["follower"] * 5]
+        for number, node in enumerate(nodes):
+            for turn in range(5):
+                record(node, [100 * number + turn + 10, 7, 8, 9])
+        for node in nodes:
+            node.flush()
+        wait(lambda: all(node.stats().sequences == 30 for node in nodes))
+        taken = server.execute("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")[0][0]
+        assert taken - 1 <= CONNECTIONS * len(nodes)
+        nodes[0].close()  # another becomes the writer
+        wait(lambda: [node.stats().mode for node in nodes[1:]].count("writer") == 1)
+
+
+NODE = """
+import sys, time
+from agentspec.cache import SuffixCache
+from agentspec.errors import CacheError
+number = int(sys.argv[2])
+with SuffixCache.open(sys.argv[1]) as cache:
+    for turn in range(1000):
+        with cache.request([1, 2]) as request:
+            request.extend([1000 * number + turn + 10, 7, 8, 9])
+        while True:
+            try:
+                cache.flush()
+                break
+            except CacheError:
+                time.sleep(0.2)
+        print(turn + 1, flush=True)
+        if cache.stats().unwritten or sys.stdin.closed:
+            raise SystemExit("lost")
+        time.sleep(0.01)
+"""
+
+
+class Node:
+    """A process that writes outputs one after the other; `flushed` of them are durable."""
+
+    def __init__(self, address: str, number: int) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", NODE, address, str(number)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.flushed = 0
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.flushed = int(line)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextmanager
+def running(address: str, count: int) -> Iterator[list[Node]]:
+    with ExitStack() as started:
+        yield [started.enter_context(_closing(Node(address, number))) for number in range(count)]
+
+
+@contextmanager
+def _closing(node: Node) -> Iterator[Node]:
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def all_go_on(nodes: list[Node]) -> None:
+    before = [node.flushed for node in nodes]
+    wait(lambda: all(node.flushed >= old + 3 for node, old in zip(nodes, before, strict=True)))
+    assert all(node.process.poll() is None for node in nodes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_one_slow_node_and_a_server_that_restarts_lose_nothing(server: Server, postgres: str) -> None:
+    """A node that hangs inside a transaction keeps others from writing for a minute at most, see `writing`."""
+    with running(postgres, 4) as nodes:
+        all_go_on(nodes)
+        for slow in nodes[:2]:  # the first is the writer
+            slow.send(signal.SIGSTOP)
+            all_go_on([node for node in nodes if node is not slow])
+            slow.send(signal.SIGCONT)
+            all_go_on(nodes)
+        server.stop()
+        time.sleep(2)
+        server.start()
+        all_go_on(nodes)
+        nodes[0].process.kill()
+        all_go_on(nodes[1:])
+    durable = sum(node.flushed for node in nodes)
+    with SuffixCache.open(postgres) as cache:
+        assert durable <= cache.stats().sequences <= durable + len(nodes)
