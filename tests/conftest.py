@@ -62,7 +62,7 @@ LONGEST = """
     tests/cache/native/test_stress.py tests/backends/torch/test_real_model.py
     tests/backends/torch/engine/test_batching.py tests/test_examples.py
     tests/reasoning/delegation/test_models.py tests/backends/torch/test_exactness.py
-    tests/reliability/test_pool_chaos.py tests/cache/test_deleter.py tests/backends/torch/model/graphs/test_recording.py
+    tests/reliability/test_pool_chaos.py tests/cache/test_forget.py tests/backends/torch/model/graphs/test_recording.py
     tests/test_example_agents.py tests/cli/test_demo.py tests/reasoning/retrieval/test_models.py
 """.split()
 
