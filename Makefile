@@ -80,15 +80,14 @@ check-static: $(VENV)/.installed-test
 
 check: check-static check-tests
 
-# vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another, and
-# `langgraph dev` into a third; without them the tests of real servers and of these clients are skipped.
+# vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another; without
+# them the tests of real servers and of these clients are skipped.
 check-long: CHOICE = --hypothesis-profile=long -m "long or hypothesis"
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
 check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients
 check-long: export AGENTSPEC_DEPLOY_ENV = $(CURDIR)/.ci/deploy
-check-long: export AGENTSPEC_LANGGRAPH_ENV = $(CURDIR)/.ci/langgraph
-check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete .ci/langgraph/.complete test
+check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete test
 
 .ci/vllm/bin/vllm:
 	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/vllm-env .ci/vllm
@@ -98,9 +97,6 @@ check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete .ci/lan
 
 .ci/deploy/.complete: .ci/deploy-env
 	-PYTHON=$(PYTHON) .ci/deploy-env .ci/deploy && touch $@
-
-.ci/langgraph/.complete: .ci/langgraph-env $(VENV)/.installed-test
-	-VENV=$(VENV) .ci/langgraph-env .ci/langgraph && touch $@
 
 mutants: CHOICE = -m mutants
 mutants: test

@@ -114,6 +114,12 @@ def fresh_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session, "_epochs", weakref.WeakValueDictionary())
 
 
+@pytest.fixture
+def likely_starts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tools and models of tests take no time, so that no early start of a tool would pay."""
+    monkeypatch.setattr("agentspec.tools.model.pays", lambda probability, *_: probability > 0.2)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_trust() -> Iterator[None]:
     """One read of the authorities' certificates for all HTTP clients: it takes 20 ms, for each `httpx.get(...)` too."""

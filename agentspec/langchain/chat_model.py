@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,8 @@ from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
 from agentspec.protocol.messages import parse_prediction
-from agentspec.protocol.requests import SamplingFields, with_extra
+from agentspec.protocol.requests import SamplingFields, parse_form, with_extra
+from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
 from agentspec.runtime.retries import attempts
 from agentspec.step.report import observe
@@ -41,15 +42,8 @@ from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
 
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
-_OWN = (
-    "model",
-    "prediction",
-    "speculation",
-    "session",
-    "store",
-    "prefill",
-    "latency_target_ms_per_token",
-)  # options besides sampling that may be set per call
+_OWN = "model prediction speculation session store prefill latency_target_ms_per_token".split()
+"""Options besides sampling that may be set per call."""
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
 _NO_ROUTE = (404, 405, 501)
@@ -130,7 +124,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = self._call(messages, stop, run_manager, kwargs)
+        call = self._request(messages, stop, run_manager, kwargs)
         chunks = AnswerChunks(call.model)
         return _result([(delta.index, chunks.chunk(delta)) for delta in iterate_sync(self._answer(call))])
 
@@ -141,7 +135,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = self._call(messages, stop, run_manager, kwargs)
+        call = self._request(messages, stop, run_manager, kwargs)
         chunks, deltas = AnswerChunks(call.model), iterate_async(self._answer(call))
         return _result([(delta.index, chunks.chunk(delta)) async for delta in deltas])
 
@@ -152,7 +146,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        call = _one(self._call(messages, stop, run_manager, kwargs))
+        call = _with_one_choice(self._request(messages, stop, run_manager, kwargs))
         chunks = AnswerChunks(call.model)
         with closing(iterate_sync(self._answer(call))) as deltas:
             for delta in deltas:
@@ -168,7 +162,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        call = _one(self._call(messages, stop, run_manager, kwargs))
+        call = _with_one_choice(self._request(messages, stop, run_manager, kwargs))
         chunks = AnswerChunks(call.model)
         async with aclosing(iterate_async(self._answer(call))) as deltas:
             async for delta in deltas:
@@ -250,7 +244,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         request = with_extra(GenerateRequest(model, messages=to_openai(messages), extra=extra))
         return call_sync(_prompt_length, self._runtime(model), request, messages)
 
-    def _call(
+    def _request(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None,
@@ -350,28 +344,31 @@ def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
     )
 
 
-def _one(call: GenerateRequest) -> GenerateRequest:
+def _with_one_choice(call: GenerateRequest) -> GenerateRequest:
     if call.sampling.n > 1:
         raise InvalidRequestError("a stream has one answer: leave n at 1, or use invoke or generate", param="n")
     return call
 
 
+class _CallSampling(SamplingFields, Closed):
+    """The sampling options of one call, with those that not all APIs have."""
+
+    max_tokens: Count | None = None
+    n: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+
 def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
-    given: dict[str, Any] = {name: chosen[name] for name in _SAMPLING if chosen[name] is not None}
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    if given.get("top_logprobs"):
-        given["logprobs"] = True
-    try:
-        if isinstance(form := given.get("structured_outputs"), Mapping):
-            given["structured_outputs"] = StructuredOutputs(**form)
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            given[name] = tuple(given.get(name, ()))
-        if "logit_bias" in given:
-            given["logit_bias"] = {int(token): bias for token, bias in dict(given["logit_bias"]).items()}
-        return SamplingParams(**given)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"a sampling option has the wrong type: {error}") from None
+    given = {name: chosen[name] for name in _CallSampling.model_fields if chosen[name] is not None}
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    found = _CallSampling.parse({**given, **lists}).given(*_CallSampling.model_fields)
+    if found.get("top_logprobs"):
+        found["logprobs"] = True
+    form = chosen["structured_outputs"]
+    if not isinstance(form, StructuredOutputs | None):
+        form = parse_form({"structured_outputs": form})
+    return SamplingParams(**found, structured_outputs=form)
 
 
 def _predicted(prediction: Any) -> str | None:
@@ -380,14 +377,10 @@ def _predicted(prediction: Any) -> str | None:
 
 
 async def _token_ids(runtime: Runtime, model: str, text: str) -> list[int]:
-    """Token ids of `text` as a part of a prompt. Raises `ConfigurationError` for a server that has no tokenizer to ask,
-    and what the runtime and an upstream raise.
-    """
-    side = await _tokenization(runtime, model)
-    try:
-        return await side.tokenize(text)
-    except UpstreamStatusError as error:
-        raise _explained(error) from error
+    """Token ids of `text` as a part of a prompt. Raises what the runtime and an upstream raise."""
+    tokenizer = await _tokenization(runtime, model)
+    with _advising():
+        return await tokenizer.tokenize(text)
 
 
 async def _prompt_length(runtime: Runtime, request: GenerateRequest, messages: Sequence[BaseMessage]) -> int:
@@ -398,15 +391,31 @@ async def _prompt_length(runtime: Runtime, request: GenerateRequest, messages: S
     """
     if not messages:
         return 0
-    side = await _tokenization(runtime, request.model)
+    tokenizer = await _tokenization(runtime, request.model)
+    with _advising():
+        try:
+            return await _rendered_length(tokenizer, request)
+        except (InvalidRequestError, UpstreamStatusError) as error:
+            if isinstance(error, UpstreamStatusError) and error.status not in _REFUSED:
+                raise
+        whole = replace(request, messages=[{"role": "user", "content": get_buffer_string(messages)}])
+        empty = replace(request, messages=[{"role": "user", "content": ""}], tools=())
+        extra = (len(messages) - 1) * await _rendered_length(tokenizer, empty)
+        return await _rendered_length(tokenizer, whole) + extra
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    """Around a question to a tokenizer. Raises `ConfigurationError` for a server that has none."""
     try:
-        return await _rendered_length(side, request)
-    except (InvalidRequestError, UpstreamStatusError) as error:
-        if isinstance(error, UpstreamStatusError) and error.status not in _REFUSED:
-            raise _explained(error) from error
-    whole = replace(request, messages=[_asked(get_buffer_string(messages))])
-    empty = replace(request, messages=[_asked("")], tools=())
-    return await _rendered_length(side, whole) + (len(messages) - 1) * await _rendered_length(side, empty)
+        yield
+    except UpstreamStatusError as error:
+        if error.status not in _NO_ROUTE:
+            raise
+        raise ConfigurationError(
+            f"{error.message}: tokens are counted by the server's /tokenize, as vLLM and agentspec have it; for a"
+            " server without it set custom_get_token_ids to a function from a text to its token ids"
+        ) from error
 
 
 async def _tokenization(runtime: Runtime, model: str) -> Tokenization:
@@ -424,22 +433,8 @@ async def _tokenization(runtime: Runtime, model: str) -> Tokenization:
     return backend
 
 
-async def _rendered_length(side: Tokenization, request: GenerateRequest) -> int:
+async def _rendered_length(tokenizer: Tokenization, request: GenerateRequest) -> int:
     chat = (request.messages or (), request.tools, request.template_arguments)
-    if isinstance(side, ServerTokenization):
-        return len(await side.rendered_ids(*chat))
-    return len(await side.tokenize(await side.render(*chat)))
-
-
-def _asked(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _explained(error: UpstreamStatusError) -> Exception:
-    """`error`, or what to do about a server without the route."""
-    if error.status not in _NO_ROUTE:
-        return error
-    return ConfigurationError(
-        f"{error.message}: tokens are counted by the server's /tokenize, as vLLM and agentspec have it; for a server"
-        " without it set custom_get_token_ids to a function from a text to its token ids"
-    )
+    if isinstance(tokenizer, ServerTokenization):
+        return len(await tokenizer.rendered_ids(*chat))
+    return len(await tokenizer.tokenize(await tokenizer.render(*chat)))

@@ -18,7 +18,7 @@ from langgraph.prebuilt.tool_node import ToolCallRequest, ToolRuntime
 from agentspec.langchain.labels import asked_by, branch_of_agent, config_of_tool, is_replayed
 from agentspec.step.scope import current_labels, current_policy
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
-from agentspec.tools.speculative_call import kept_from_agent
+from agentspec.tools.speculative_call import contained
 from agentspec.types import DEFAULT_TENANT
 
 R = TypeVar("R")
@@ -88,7 +88,7 @@ class EarlyTools:
         if session is None:
             return
         store, calls = current_policy().store is not False, None
-        with kept_from_agent("ending a turn"):
+        with contained("ending a turn"):
             messages = [message for message in response.result if isinstance(message, AIMessage)]
             calls = [call for message in messages for call in (*_by_provider(message), *_calls(message))]
         if calls is None:
@@ -138,7 +138,7 @@ class EarlyTools:
 
     def _following(self, request: ModelRequest[Any]) -> ToolSession | None:
         """The session, which now knows the messages of the request."""
-        with kept_from_agent("beginning a turn"):
+        with contained("beginning a turn"):
             asked_by()  # raises, and is logged, where it cannot be known who asks
             # As in the node of the tools: other middleware may give the model other messages.
             session = self._session_of(_messages(request.state) or request.messages)

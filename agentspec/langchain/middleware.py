@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from agentspec.protocol.headers import PREFILL_HEADER, StepPolicy
 from agentspec.step.report import headers, model_call, unmetered
 from agentspec.step.scope import current, current_model, entered
 from agentspec.tools import ToolSession
-from agentspec.types import Usage
+from agentspec.types import Labels, Usage
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     ) -> ModelCallResult[Any]:
         turn = None
         if self.early_tools is not None:
-            with self._as_tools_will_be() as known:
+            with self._as_tool(_TOOLS_NODE) as known:
                 turn = self.early_tools.begin(request) if known else None
         with self._labelled() as count, _followed(self.early_tools, turn) as end:
             return end(count(handler(self._with_settings(request))))
@@ -92,7 +92,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     ) -> ModelCallResult[Any]:
         turn = None
         if self.early_tools is not None:
-            with self._as_tools_will_be() as known:
+            with self._as_tool(_TOOLS_NODE) as known:
                 turn = await self.early_tools.abegin(request) if known else None
         with self._labelled() as count, _followed(self.early_tools, turn) as end:
             return end(count(await handler(self._with_settings(request))))
@@ -100,49 +100,43 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
         if self.early_tools is None:
             return handler(request)
-        with self._as_labelled():
+        with self._as_tool():
             return self.early_tools.run(request, handler)
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
         if self.early_tools is None:
             return await handler(request)
-        with self._as_labelled():
+        with self._as_tool():
             return await self.early_tools.arun(request, handler)
 
     def _policy_of(self, step: str) -> StepPolicy:
-        """What is asked of a step's calls. Warns once of a step that nearly has the name of a policy that none has."""
+        """The policy of a step. Warns once of a step without one whose name is nearly that of an unused policy."""
         if step not in self._met and len(self._met) < _MOST_STEPS:
             self._met.add(step)
-            meant = get_close_matches(step, self.policies.keys() - self._met, n=1, cutoff=_NEAR)
-            if meant and step not in self.policies:
-                _log.warning("the step %s has no policy of its own; did you mean it by policies[%r]?", step, meant[0])
+            near = get_close_matches(step, self.policies.keys() - self._met, n=1, cutoff=_NEAR)
+            if near and step not in self.policies:
+                _log.warning("the step %s has no policy of its own; did you mean it by policies[%r]?", step, near[0])
         return self.policies.get(step, self.policy).inside(self.policy)
 
-    @contextmanager
-    def _as_labelled(self) -> Iterator[None]:
-        """Label what a tool does as the agent's model calls are."""
-        labels = labels_of_agent(self.workflow, self.session)
-        policy = self._policy_of(labels.step or "")
-        with entered(current.get().narrowed(labels, policy)):
-            yield
+    def _scope(self, node: str | None = None) -> tuple[Labels, StepPolicy]:
+        """The labels and the policy of what the agent's present node does, or another `node` of it."""
+        labels = labels_of_agent(self.workflow, self.session, node=node)
+        return labels, self._policy_of(labels.step or "")
 
     @contextmanager
-    def _as_tools_will_be(self) -> Iterator[bool]:
-        """Inside the model's node: labels and policy as `_as_labelled` gives them in the node of the tools.
+    def _as_tool(self, node: str | None = None) -> Iterator[bool]:
+        """Inside, labels and policy are those of a tool; `node` is that of the tools, where another one runs now.
 
-        False if they cannot be known, as a deadline that begins there.
+        False if they cannot be known in another node, as a deadline that begins there.
         """
-        labels = labels_of_agent(self.workflow, self.session, node=_TOOLS_NODE)
-        policy = self._policy_of(labels.step or "")
-        with unmetered(), entered(current.get().narrowed(labels, policy)):
-            yield policy.deadline_s is None
+        labels, policy = self._scope(node)
+        with unmetered() if node else nullcontext(), entered(current.get().narrowed(labels, policy)):
+            yield node is None or policy.deadline_s is None
 
     @contextmanager
     def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
         """Label the model call made inside. It is counted by its answer, unless its client counts it itself."""
-        labels = labels_of_agent(self.workflow, self.session)
-        policy = self._policy_of(labels.step or "")
-        with model_call(labels, policy) as meter:
+        with model_call(*self._scope()) as meter:
 
             def count(response: ModelResponse[Any]) -> ModelResponse[Any]:
                 meter.usage = _usage(response.result)
@@ -203,7 +197,7 @@ def _is_cached(model: BaseChatModel) -> bool:
 
 
 def _is_hosted(model: BaseChatModel) -> bool:
-    """Whether the model's endpoint is a vendor's, which makes nothing of the labels."""
+    """Whether the model's endpoint is a vendor's, which does not read the labels."""
     client = getattr(model, "root_client", None) or getattr(model, "root_async_client", None)
     urls = [getattr(client, "base_url", None), *(getattr(model, name, None) for name in _URL_FIELDS)]
     host = next((urlsplit(str(url)).hostname or "" for url in urls if url), "")

@@ -1,13 +1,12 @@
-"""Retrievers of LangChain: of a knowledge base, as a knowledge base, and one that goes on with a guess meanwhile."""
+"""Retrievers of LangChain: of a knowledge base, as a knowledge base, and one that goes on with a guess."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,7 +32,6 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, terms, w
 from agentspec.reasoning.speculative_task import cancel_tasks
 
 T = TypeVar("T")
-Usual = TypeVar("Usual", bound=int | None)
 
 _WHOLE = "document"  # in the metadata of what is remembered: the document as it was found
 
@@ -50,12 +48,12 @@ class KnowledgeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return call_sync(self._search, query, count_of_call(k, self.k))
+        return call_sync(self._search, query, _count(k, self.k))
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        return await self._search(query, count_of_call(k, self.k))
+        return await self._search(query, _count(k, self.k))
 
     async def _search(self, text: str, k: int) -> list[Document]:
         base: KnowledgeBase = self.base
@@ -92,11 +90,8 @@ class RetrieverKnowledge:
         """Do nothing: the retriever belongs to the caller."""
 
 
-def count_of_call(asked: int | None, usual: Usual) -> int | Usual:
-    """How many documents a call gets: the count that it has `asked` for, else the `usual` one.
-
-    Raises `ConfigurationError` for a count below 1.
-    """
+def _count(asked: int | None, usual: int) -> int:
+    """How many documents a call gets: what it asks for, else the usual count. Raises `ConfigurationError` below 1."""
     if asked is None:
         return usual
     require_count(asked)
@@ -110,31 +105,19 @@ def _langchain(hit: Hit) -> Document:
 
 
 def _hits(documents: Sequence[Document]) -> tuple[Hit, ...]:
-    """Each document once, scored by its place: 1, 1/2, 1/3 and so on."""
-    places = enumerate(distinct(documents).items(), start=1)
-    return tuple(with_counts(Hit(_ours(key, document), 1.0 / place)) for place, (key, document) in places)
+    """Each document once, scored by its rank: 1, 1/2, 1/3 and so on."""
+    ranked = enumerate(_distinct(documents).items(), start=1)
+    return tuple(with_counts(Hit(_ours(key, document), 1.0 / rank)) for rank, (key, document) in ranked)
 
 
-def distinct(documents: Sequence[Document]) -> dict[str, Document]:
+def _distinct(documents: Sequence[Document]) -> dict[str, Document]:
     """The documents by their ids, or by a hash of their contents, each once, in their order."""
     found: dict[str, Document] = {}
     for document in documents:
-        found.setdefault(_key(document), document)
+        content = repr((document.page_content, document.metadata)).encode("utf-8", "surrogatepass")
+        key = hashlib.sha256(content).hexdigest() if document.id is None else f"id:{document.id}"
+        found.setdefault(key, document)
     return found
-
-
-def _key(document: Document) -> str:
-    if document.id is not None:
-        return f"id:{document.id}"
-    content = json.dumps([document.page_content, _keyed(document.metadata)], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _keyed(value: Any) -> Any:
-    """Metadata as JSON can hold and sort it: its keys may be of several types."""
-    if isinstance(value, Mapping):
-        return {repr(key): _keyed(one) for key, one in value.items()}
-    return [_keyed(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _ours(key: str, document: Document) -> base.Document:
@@ -160,7 +143,7 @@ class _Request:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def learn(self, documents: Sequence[Document]) -> None:
-        found = distinct(_copies(documents)).items()
+        found = _distinct(_copies(documents)).items()
         known = (base.Document(key, one.page_content, metadata={_WHOLE: one}) for key, one in found)
         hits = [with_counts(Hit(document, 0.0)) for document in known]
         with self.lock:
@@ -226,13 +209,13 @@ class SpeculativeRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = count_of_call(k, self.k)
+        k = _count(k, self.k)
         return _learned(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}))[:k]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        k = count_of_call(k, self.k)
+        k = _count(k, self.k)
         return _learned(await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}))[:k]
 
 
@@ -248,11 +231,10 @@ def _learned(documents: list[Document]) -> list[Document]:
 
 def _copies(documents: Sequence[Document]) -> list[Document]:
     """Deep copies, which others may change; shallow ones where metadata cannot be copied so, as a connection."""
-    return [_copy(document) for document in documents]
-
-
-def _copy(document: Document) -> Document:
-    try:
-        return document.model_copy(deep=True)
-    except Exception:  # whatever `deepcopy` raises for an object of the caller's
-        return document.model_copy(update={"metadata": dict(document.metadata)})
+    copies = []
+    for document in documents:
+        try:
+            copies.append(document.model_copy(deep=True))
+        except Exception:  # whatever `deepcopy` raises for an object of the caller's
+            copies.append(document.model_copy(update={"metadata": dict(document.metadata)}))
+    return copies

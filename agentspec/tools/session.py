@@ -15,16 +15,7 @@ from weakref import WeakValueDictionary
 from agentspec.tools.history import ToolCall, ToolHistory, is_json
 from agentspec.tools.model import PER_TURN, TURN, CallForecast, OpenForecasts
 from agentspec.tools.policy import ToolSpec, call_key
-from agentspec.tools.speculative_call import (
-    CallFailedError,
-    EarlyStart,
-    Outcome,
-    SpeculativeCall,
-    TaskCall,
-    ThreadCall,
-    ToolEvent,
-    kept_from_agent,
-)
+from agentspec.tools.speculative_call import CallFailedError, Outcome, SpeculativeCall, ToolEvent, contained
 
 if TYPE_CHECKING:
     from agentspec.tools.policy import AgentCaller
@@ -32,7 +23,8 @@ if TYPE_CHECKING:
 
 Invoke = Callable[[ToolCall], Any]
 AsyncInvoke = Callable[[ToolCall], Awaitable[Any]]
-Starter = Callable[[EarlyStart], SpeculativeCall]
+Way = Callable[[ToolCall], tuple[Invoke, bool]]
+"""What runs a call, and whether that is a coroutine function."""
 
 _MOST_RESULTS = 64  # of a session that wait for their calls
 
@@ -40,7 +32,7 @@ _MOST_RESULTS = 64  # of a session that wait for their calls
 class ToolSession:
     """A session of an agent, from `ToolSpeculator.session`. Thread-safe.
 
-    Tell it what is said and returned, call `begin_turn` before the model and `end_turn` with the calls that it made,
+    Report what is said and returned, call `begin_turn` before the model and `end_turn` with the calls that it made,
     and run tools by `run` or `arun`.
     """
 
@@ -69,55 +61,55 @@ class ToolSession:
             self._tools = {tool.name: tool for tool in tools}
             before, self.functions = self.functions, dict(functions or {})
             for early in list(self._started.values()):
-                name = early.start.call.name
+                name = early.call.name
                 if before.get(name) is not self.functions.get(name):
                     self._drop(early, "stale")
 
     def says(self, text: str) -> None:
         """The user said something."""
-        with self._lock, kept_from_agent("following a session"):
+        with self._lock, contained("following a session"):
             self._history.says(text)
 
     def restart(self) -> None:
-        """The conversation begins anew: tell it from its beginning. What was started is dropped."""
+        """The conversation begins again: report it from its beginning. What was started is dropped."""
         with self._lock:
             self._drop_all()
             self._history, self._open = ToolHistory(), OpenForecasts(self._policy.max_age)
 
     def recalls(self, calls: Sequence[ToolCall]) -> None:
-        """Earlier calls of a conversation that is told again; they teach nothing."""
+        """Earlier calls of a conversation that is reported again; they teach nothing."""
         with self._lock:
             for call in calls:
-                with kept_from_agent("following a session"):
+                with contained("following a session"):
                     if is_json(call.arguments):
                         self._history.makes(call)
 
     def returns(self, tool: str, content: str) -> None:
         """A tool returned `content`, as the model reads it."""
-        with self._lock, kept_from_agent("following a session"):
+        with self._lock, contained("following a session"):
             self._history.returns(tool, content)
 
     def begin_turn(self, invoke: Invoke) -> list[ToolCall]:
         """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
-        with kept_from_agent("reading what was learned"):
+        with contained("reading what was learned"):
             self._speculator.learned.refresh(self.caller)
-        return self._begin(lambda one: ThreadCall(one, invoke))
+        return self._begin(lambda _: (invoke, False))
 
     async def abegin_turn(
         self, invoke: AsyncInvoke, in_thread: Callable[[ToolCall], Invoke | None] = lambda _: None
     ) -> list[ToolCall]:
         """`begin_turn` in an event loop: tools run as its tasks, those for which `in_thread` has a function in threads.
 
-        A thread goes on when nobody wants it any more, and counts as running until its end.
+        A thread whose result is dropped runs on, and counts as running until its end.
         """
-        with kept_from_agent("reading what was learned"):
+        with contained("reading what was learned"):
             await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
 
-        def start(one: EarlyStart) -> SpeculativeCall:
-            plain = in_thread(one.call)
-            return TaskCall(one, invoke) if plain is None else ThreadCall(one, plain)
+        def way(call: ToolCall) -> tuple[Invoke, bool]:
+            blocking = in_thread(call)
+            return (invoke, True) if blocking is None else (blocking, False)
 
-        return self._begin(start)
+        return self._begin(way)
 
     def end_turn(self, calls: Sequence[ToolCall], *, store: bool = True) -> None:
         """The model has made these calls, in this order; none if it answered. Without `store` it teaches nothing."""
@@ -125,7 +117,7 @@ class ToolSession:
             self._stores = store
             if self._may_change(calls):
                 self._epoch.advance()
-            with kept_from_agent("learning a turn"):
+            with contained("learning a turn"):
                 self._learn([call for call in calls if is_json(call.arguments)])
             self.recalls(calls)
             self.drop_old()
@@ -159,7 +151,7 @@ class ToolSession:
                 result = await early.arrive()
             except CallFailedError:
                 self._drop(early, "failed")
-            except BaseException:  # whoever waited was cancelled
+            except BaseException:  # the waiter was cancelled
                 self._drop(early, "waste")
                 raise
             else:
@@ -179,7 +171,7 @@ class ToolSession:
         now = time.monotonic()
         with self._lock:
             for early in list(self._started.values()):
-                if early.start.epoch != self._epoch.number:
+                if early.epoch != self._epoch.number:
                     self._drop(early, "stale")
                 elif now - early.started_at >= self._policy.max_age:
                     self._drop(early, "waste")
@@ -191,40 +183,40 @@ class ToolSession:
 
     # Before a turn.
 
-    def _begin(self, start: Starter) -> list[ToolCall]:
+    def _begin(self, way: Way) -> list[ToolCall]:
         with self._lock:
             self.drop_old()
             self._turn = None
-            with kept_from_agent("predicting a turn"):
-                return self._predicted(start)
+            with contained("predicting a turn"):
+                return self._start_predicted(way)
             self._drop_all()
             return []
 
-    def _predicted(self, start: Starter) -> list[ToolCall]:
+    def _start_predicted(self, way: Way) -> list[ToolCall]:
         tools = self._early()
         if not tools:
             return []
         forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, tools)
         self._turn = time.monotonic(), forecast
         allowed = (one.call for one in chosen if one.call.name in tools)  # whatever a predictor says
-        return list(islice((call for call in allowed if self._start(call, start)), PER_TURN))
+        return list(islice((call for call in allowed if self._start(call, way)), PER_TURN))
 
-    def _start(self, call: ToolCall, start: Starter) -> bool:
+    def _start(self, call: ToolCall, way: Way) -> bool:
         epoch, free = self._epoch.number, self._speculator.free
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = self._key(call)
         if key is None or self._is_there(key) or not self._epoch.quiet or not free.acquire(blocking=False):
             return False
         try:
-            early = start(EarlyStart(call, key, epoch, free.release))
-        except RuntimeError:  # no further thread can be started
+            invoke, as_task = way(call)
+            early = SpeculativeCall(call, key, epoch, free.release, invoke, as_task=as_task)
+        except Exception as error:
             free.release()
-            return False
-        except Exception:
-            free.release()
+            if isinstance(error, RuntimeError):  # no further thread can be started
+                return False
             raise
         self._started[key] = early
-        self._tell("start", early, 0.0)
+        self._report("start", early, 0.0)
         while len(self._started) > _MOST_RESULTS:
             self._drop(next(iter(self._started.values())), "waste")
         return True
@@ -263,15 +255,15 @@ class ToolSession:
 
     def _drop(self, early: SpeculativeCall, outcome: Outcome) -> None:
         with self._lock:
-            if self._started.get(early.start.key) is early:
-                del self._started[early.start.key]
+            if self._started.get(early.key) is early:
+                del self._started[early.key]
             early.cancel()
-            self._tell(outcome, early, early.seconds)
+            self._report(outcome, early, early.seconds)
 
     # A call.
 
     def _taken(self, call: ToolCall) -> SpeculativeCall | None:
-        """The early start whose result a call may use, which nobody else gets then; None if there is none."""
+        """The early start that a call may use, which no other call gets then; None if there is none."""
         spec = self._tools.get(call.name)
         if not self._policy.may_run_early(spec):
             return None
@@ -280,24 +272,24 @@ class ToolSession:
         if early is None:
             return None
         age = time.monotonic() - early.started_at
-        if early.start.epoch != self._epoch.number or age > self._policy.max_age:
+        if early.epoch != self._epoch.number or age > self._policy.max_age:
             self._drop(early, "stale")
             return None
         return early
 
     def _hand_over(self, early: SpeculativeCall, called_at: float) -> bool:
         """Whether the result, which has arrived, may be used still; counts it."""
-        if early.start.epoch != self._epoch.number:
+        if early.epoch != self._epoch.number:
             self._drop(early, "stale")
             return False
-        self._took(early.start.call.name, early.seconds)
+        self._took(early.call.name, early.seconds)
         saved = min(called_at - early.started_at, early.seconds)
-        self._tell("hit", early, saved)
+        self._report("hit", early, saved)
         return True
 
-    def _tell(self, outcome: Outcome, early: SpeculativeCall, seconds: float) -> None:
-        call, caller = early.start.call, self.caller
-        self._speculator.tell(ToolEvent(outcome, call.name, caller.tenant, caller.agent, caller.session, seconds))
+    def _report(self, outcome: Outcome, early: SpeculativeCall, seconds: float) -> None:
+        call, caller = early.call, self.caller
+        self._speculator.report(ToolEvent(outcome, call.name, caller.tenant, caller.agent, caller.session, seconds))
 
     @contextmanager
     def _ordinary(self, call: ToolCall) -> Iterator[None]:
@@ -311,7 +303,7 @@ class ToolSession:
         self._took(call.name, time.monotonic() - began)
 
     def _took(self, tool: str, seconds: float) -> None:
-        """Keep how long a tool took, or the model's turn, where the turn is stored."""
+        """Learn how long a tool took, or the model's turn, unless the turn is not stored."""
         if self._stores:
             self._speculator.learned.took(self.caller, tool, seconds)
 
@@ -371,7 +363,7 @@ _lock = threading.Lock()
 
 
 def epoch_of(tenant: str, session: str) -> SessionEpoch:
-    """The epoch of a session, which all its agents share, whichever speculator is theirs. Kept while it is in use."""
+    """The epoch of a session, which all its agents share, whichever speculator is theirs, for as long as it is used."""
     with _lock:
         known = _epochs.get((tenant, session))
         if known is None:

@@ -1,4 +1,4 @@
-"""Tools that were started early: in a thread of their own, or in a task of the running loop."""
+"""Tools that were started early: each runs in a thread of its own, or as a task of the running loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import contextvars
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,26 +40,41 @@ class ToolEvent:
 
 
 class CallFailedError(Exception):
-    """The tool raised, or was cancelled; nothing of it is to be shown."""
+    """The tool raised, or was cancelled; no result may be shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyStart:
-    """A call that is started early, in the epoch that its session had. `ended` is called at its end."""
+class SpeculativeCall:
+    """A call that was started early, in the `epoch` that its session had then.
 
-    call: ToolCall
-    key: str
-    epoch: int
-    ended: Callable[[], None]
+    It runs `invoke` in a daemon thread, in a copy of the caller's context. With `as_task` the coroutine of `invoke`
+    runs as a task of the running loop: only that loop can wait for it, and its end cancels it. `ended` is called when
+    the tool ends. `started_at` is monotonic, in seconds.
+    """
 
-
-class SpeculativeCall(ABC):
-    """A call that was started early. `started_at` is monotonic, in seconds."""
-
-    def __init__(self, start: EarlyStart) -> None:
-        self.start = start
+    def __init__(
+        self,
+        call: ToolCall,
+        key: str,
+        epoch: int,
+        ended: Callable[[], None],
+        invoke: Callable[[ToolCall], Any],
+        *,
+        as_task: bool,
+    ) -> None:
+        self.call, self.key, self.epoch = call, key, epoch
         self.started_at = time.monotonic()
         self._finished_at: float | None = None
+        self._ended = ended
+        self._dropped = False
+        self._result = Future[Any]()
+        self._result.set_running_or_notify_cancel()  # so that a waiter that is cancelled does not cancel it
+        self._task: asyncio.Task[Any] | None = None
+        if as_task:
+            self._task = asyncio.get_running_loop().create_task(invoke(call))
+            self._task.add_done_callback(self._end_task)
+        else:
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=(self._run, invoke), name="agentspec-tool", daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -68,111 +82,56 @@ class SpeculativeCall(ABC):
         return (self._finished_at or time.monotonic()) - self.started_at
 
     @property
-    @abstractmethod
     def failed(self) -> bool:
         """Whether it is known by now that there will be no result."""
+        return self._dropped or (self._result.done() and self._result.exception() is not None)
 
-    @abstractmethod
     def cancel(self) -> None:
         """Drop the result. A thread runs to its end."""
+        self._dropped = True
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    @abstractmethod
     def wait(self) -> Any:
         """The result. Raises `CallFailedError`, also for a task, which only `arrive` can wait for."""
-
-    @abstractmethod
-    async def arrive(self) -> Any:
-        """The result. Raises `CallFailedError`."""
-
-
-class ThreadCall(SpeculativeCall):
-    """Runs `invoke` in a daemon thread, in a copy of the caller's context."""
-
-    def __init__(self, start: EarlyStart, invoke: Callable[[ToolCall], Any]) -> None:
-        super().__init__(start)
-        self._future = Future[Any]()
-        self._future.set_running_or_notify_cancel()  # so that one who stops waiting does not cancel it
-        self._dropped = False
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self._run, invoke), name="agentspec-tool", daemon=True).start()
-
-    @property
-    def failed(self) -> bool:
-        return self._dropped or (self._future.done() and self._future.exception() is not None)
-
-    def cancel(self) -> None:
-        self._dropped = True
-
-    def wait(self) -> Any:
-        self._future.exception()
-        return self._outcome()
-
-    async def arrive(self) -> Any:
-        with contextlib.suppress(CallFailedError):
-            await asyncio.wrap_future(self._future)
-        return self._outcome()
-
-    def _outcome(self) -> Any:
-        if self.failed:
+        if self._task is not None:
             raise CallFailedError
-        return self._future.result()
+        return self._result.result()
+
+    async def arrive(self) -> Any:
+        """The result. Raises `CallFailedError`, also for an unfinished task of another loop."""
+        task = self._task
+        if task is not None and not task.done() and task.get_loop() is not asyncio.get_running_loop():
+            raise CallFailedError
+        return await asyncio.wrap_future(self._result)
 
     def _run(self, invoke: Callable[[ToolCall], Any]) -> None:
-        result, error = None, None
         try:
-            result = invoke(self.start.call)
-        except BaseException as raised:
-            error = raised
-        self._finished_at = time.monotonic()
-        self.start.ended()
-        if error is not None or self._dropped:
-            self._future.set_exception(CallFailedError())
+            result = invoke(self.call)
+        except BaseException:
+            self._end(failed=True)
         else:
-            self._future.set_result(result)
+            self._end(result)
 
+    def _end_task(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._end(failed=True)
+        else:
+            self._end(task.result())
 
-class TaskCall(SpeculativeCall):
-    """Runs the coroutine of `invoke` as a task of the running loop, whose end cancels it."""
-
-    def __init__(self, start: EarlyStart, invoke: Callable[[ToolCall], Awaitable[Any]]) -> None:
-        super().__init__(start)
-        self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._run(invoke))
-        self._task.add_done_callback(self._end)
-
-    @property
-    def failed(self) -> bool:
-        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
-
-    def cancel(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop has ended
-            self._loop.call_soon_threadsafe(self._task.cancel)
-
-    def wait(self) -> Any:
-        raise CallFailedError
-
-    async def arrive(self) -> Any:
-        if not self._task.done():
-            if asyncio.get_running_loop() is not self._loop:
-                raise CallFailedError
-            await asyncio.wait({self._task})
-        if self.failed:
-            raise CallFailedError
-        return self._task.result()
-
-    async def _run(self, invoke: Callable[[ToolCall], Awaitable[Any]]) -> Any:
-        return await invoke(self.start.call)
-
-    def _end(self, task: asyncio.Task[Any]) -> None:
+    def _end(self, result: Any = None, *, failed: bool = False) -> None:
         self._finished_at = time.monotonic()
-        self.start.ended()
-        if not task.cancelled():
-            task.exception()  # or asyncio would log it
+        self._ended()
+        if failed or self._dropped:
+            self._result.set_exception(CallFailedError())
+        else:
+            self._result.set_result(result)
 
 
 @contextmanager
-def kept_from_agent(doing: str) -> Iterator[None]:
-    """What fails inside ends there: the agent goes on. The first failure of a kind is logged with its traceback."""
+def contained(doing: str) -> Iterator[None]:
+    """An error inside ends there, and the agent goes on. The first one of a kind is logged with its traceback."""
     try:
         yield
     except Exception as error:

@@ -24,7 +24,7 @@ from agentspec.tools.model import (
 )
 from agentspec.tools.policy import AgentCaller, ToolPolicy
 from agentspec.tools.session import ToolSession
-from agentspec.tools.speculative_call import ToolEvent, kept_from_agent
+from agentspec.tools.speculative_call import ToolEvent, contained
 
 if TYPE_CHECKING:
     from agentspec.cache import SuffixCache
@@ -40,7 +40,7 @@ _REFRESH = 1.0  # seconds
 class ToolSpeculator:
     """Predicts tool calls, starts those that may run early and pay, and hands over what the model then calls.
 
-    `policy` says which tools may run early, by default none. What is learned is kept in the database of `cache`, and
+    `policy` says which tools may run early, by default none. What is learned is stored in the database of `cache`, and
     in memory without one. `on_event` is called for every start and its end.
     """
 
@@ -83,10 +83,10 @@ class ToolSpeculator:
         for session in sessions:
             session.close()
 
-    def tell(self, event: ToolEvent) -> None:
+    def report(self, event: ToolEvent) -> None:
         """Log an event (logger `agentspec.tools`, level DEBUG), and pass it to `on_event`, which may fail."""
         _log.debug("%s tool=%s tenant=%s agent=%s session=%s seconds=%.3f", *astuple(event))
-        with kept_from_agent("on_event"):
+        with contained("on_event"):
             self._on_event(event)
 
 
@@ -155,7 +155,7 @@ class LearnedCalls:
         tools: Collection[str],
         later: Sequence[LaterScore] = (),
     ) -> None:
-        """Learn a turn, and keep it."""
+        """Learn a turn, and store it."""
         with self._lock:
             agent = self._agent(caller)
             seconds, agent.seconds = agent.seconds, []
@@ -180,12 +180,12 @@ class LearnedCalls:
         forgotten = bool(learned.difference(stored))
         fresh = [id for id in stored if forgotten or id not in learned]
         turns = self._store.read(caller.tenant, caller.agent, fresh) if fresh else []
-        anew = CallModel()
+        rebuilt = CallModel()
         if forgotten or not learned:
-            _learn(anew, turns)
+            _learn(rebuilt, turns)
         with self._lock:
             if forgotten or not agent.ids:  # a turn that was learned meanwhile is read the next time
-                agent.model, agent.ids = anew, set(stored)
+                agent.model, agent.ids = rebuilt, set(stored)
             else:
                 _learn(agent.model, [turn for turn in turns if turn.id not in agent.ids])
                 agent.ids.update(fresh)

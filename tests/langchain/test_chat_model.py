@@ -1,16 +1,23 @@
+"""`ChatAgentSpec`: what reaches a backend or an endpoint, and what an answer, or its failure, becomes in LangChain."""
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from typing import Annotated, Any, TypedDict, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import END, START, StateGraph
+from langgraph.graph import START, StateGraph
 from langgraph.graph.message import add_messages
 from pydantic import SecretStr, ValidationError
 
@@ -25,21 +32,19 @@ from agentspec.errors import (
 )
 from agentspec.langchain import ChatAgentSpec
 from agentspec.langgraph import label
+from agentspec.protocol.responses import whole_arguments
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.step import report, step, workflow
-from agentspec.step.report import StepRow
 from agentspec.testing import Answer, FakeBackend, Scripted
-from agentspec.types import Labels, Speculation, StructuredOutputs, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, Speculation, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
 
 
 @pytest.fixture(autouse=True)
-def fresh_report() -> Iterator[None]:
-    report().reset()
-    yield
+def fresh_report() -> None:
     report().reset()
 
 
@@ -49,44 +54,56 @@ def chat(*script: Scripted, **options: Any) -> tuple[ChatAgentSpec, FakeBackend]
     return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}), **options), fake
 
 
-def chat_of(fake: FakeBackend) -> ChatAgentSpec:
-    return ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake}))
-
-
-def row(step: str | None, workflow: str | None = None) -> StepRow:
+def row(step: str | None, workflow: str | None = None) -> Any:
     return next(row for row in report() if (row.workflow, row.step) == (workflow, step))
 
 
-def test_every_sampling_option_reaches_the_backend() -> None:
-    model, fake = chat(temperature=0.5, top_p=0.9, seed=7, stop=["\n"], logit_bias={3: -1.0}, top_logprobs=2)
-    model.invoke("hi", stop=["END"], temperature=0.0, max_tokens=5, min_p=0.1, top_k=4, repetition_penalty=1.1)
-    got = fake.requests[0].sampling
-    assert (got.temperature, got.top_p, got.seed, got.stop) == (0.0, 0.9, 7, ("END",))
-    assert (got.max_tokens, got.min_p, got.top_k, got.repetition_penalty) == (5, 0.1, 4, 1.1)
-    assert got.logit_bias == {3: -1.0} and (got.logprobs, got.top_logprobs) == (True, 2)
+# Options -------------------------------------------------------------------------------------------------------------
 
 
-def test_request_switches() -> None:
-    model, fake = chat(prediction="abc", session="s", speculation=False, store=False)
-    model.invoke("hi")
-    model.bind(speculation=True, session="t").invoke("hi", prediction={"type": "content", "content": "xyz"})
+def test_every_option_reaches_the_backend() -> None:
+    own = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["\n"], "logit_bias": {3: -1.0}, "top_logprobs": 2}
+    model, fake = chat(**own, prediction="abc", session="s", speculation=False, store=False)
+    form: Any = {"regex": "a+"}  # as vLLM's clients give it
+    model.invoke("hi", stop=["END"], temperature=0.0, max_tokens=5, min_p=0.1, top_k=4, structured_outputs=form)
+    predicted = {"type": "content", "content": "xyz"}
+    model.bind(speculation=True, session="t").invoke("hi", prediction=predicted, stop_token_ids=(1, 2))
     first, second = fake.requests
+    got = first.sampling
+    assert (got.temperature, got.top_p, got.seed, got.stop) == (0.0, 0.9, 7, ("END",))
+    assert (got.max_tokens, got.min_p, got.top_k, got.logit_bias) == (5, 0.1, 4, {3: -1.0})
+    assert (got.logprobs, got.top_logprobs, got.structured_outputs) == (True, 2, StructuredOutputs(regex="a+"))
     assert (first.prediction, first.labels.session, first.speculation, first.store) == ("abc", "s", False, False)
     assert (second.prediction, second.labels.session, second.speculation) == ("xyz", "t", True)
+    assert second.sampling.stop_token_ids == (1, 2)
 
 
-def test_unknown_and_wrong_options_are_refused() -> None:
+WRONG: list[dict[str, Any]] = [
+    {"temperature": 9}, {"temperature": "hot"}, {"timeout": 3}, {"api_key": "k"}, {"logit_bias": {"a": 1}},
+    {"logit_bias": [1]}, {"stop_token_ids": 5}, {"stop": 5}, {"n": "2"}, {"structured_outputs": {"regexp": "a"}},
+    {"latency_target_ms_per_token": "20"}, {"session": 5}, {"prediction": {"type": "content"}}, {"prediction": 5},
+    {"prediction": {"type": "content", "content": [{"type": "text"}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_option_is_refused_by_its_name(wrong: dict[str, Any]) -> None:
+    model, fake = chat("fine")
+    with pytest.raises(InvalidRequestError) as caught:
+        model.invoke("hi", **wrong)
+    assert next(iter(wrong)) in str(caught.value) and not fake.requests
+
+
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValidationError):
         ChatAgentSpec(temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match="must begin with http"):
         ChatAgentSpec(base_url="127.0.0.1:8700/v1")
     model, _ = chat()
-    wrong: list[dict[str, Any]] = [{"temperature": 9}, {"temperature": "hot"}, {"timeout": 3}, {"api_key": "k"}]
-    for options in wrong:
-        with pytest.raises(InvalidRequestError):
-            model.invoke("hi", **options)
     with pytest.raises(ModelNotFoundError):
         model.invoke("hi", model="nobody")
+    with pytest.raises(InvalidRequestError, match="magic"):
+        model.with_structured_output({}, method="magic")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +121,132 @@ def test_secrets_stay_masked() -> None:
     model = ChatAgentSpec(base_url="http://127.0.0.1:1/v1", api_key=SecretStr("very-secret"), max_retries=0)
     with pytest.raises(UpstreamError) as caught:
         model.invoke("hi")
-    shown = [repr(model), str(model), dumps(model), str(model._identifying_params), str(caught.value)]
-    assert not any("very-secret" in text for text in shown)
+    assert not any("very-secret" in text for text in (repr(model), str(model), dumps(model), str(caught.value)))
     assert model.lc_secrets == {"api_key": "AGENTSPEC_API_KEY"}
 
 
-def test_tracing_names_the_model() -> None:
-    params = ChatAgentSpec(model="m", temperature=0.5)._get_ls_params(stop=["x"])
-    assert (params.get("ls_provider"), params.get("ls_model_name")) == ("agentspec", "m")
-    assert params.get("ls_temperature") == 0.5 and params.get("ls_stop") == ["x"]
-    assert ChatAgentSpec(model="m")._get_ls_params(model="other").get("ls_model_name") == "other"
+@tool
+def lookup(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+
+
+NAMED = {"type": "function", "function": {"name": "lookup"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"), [(True, "required"), ("any", "required"), ("none", "none"), ("lookup", NAMED), (NAMED, NAMED)]
+)
+def test_tool_choices(choice: Any, sent: Any) -> None:
+    model, fake = chat("fine")
+    model.bind_tools([lookup], tool_choice=choice).invoke("hi")
+    assert fake.requests[0].extra["tool_choice"] == sent
+    for absent in ("g", {"type": "function", "function": {"name": "g"}}):
+        with pytest.raises(InvalidRequestError, match="'g'"):
+            model.bind_tools([lookup], tool_choice=absent)
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+def sent(*messages: BaseMessage) -> list[Any]:
+    """The messages that a backend gets."""
+    model, fake = chat("fine")
+    model.invoke([*messages])
+    return list(fake.requests[0].messages or ())
+
+
+def test_messages_as_openai_takes_them() -> None:
+    call: Any = {"name": "f", "args": {"x": 1}, "id": "c1", "type": "tool_call"}
+    broken: Any = {"name": "g", "args": '{"x": ', "id": "c2", "error": "no JSON", "type": "invalid_tool_call"}
+    empty: Any = {"name": None, "args": None, "id": None, "error": "cut", "type": "invalid_tool_call"}
+    thoughts: Any = [{"type": "reasoning", "reasoning": "hmm"}, {"type": "text", "text": "said"}]
+    found = sent(
+        SystemMessage("be brief"),
+        HumanMessage([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        AIMessage("", tool_calls=[call], invalid_tool_calls=[broken]),
+        ToolMessage("7", tool_call_id="c1"),
+        AIMessage(content=thoughts),
+        AIMessage("cut", invalid_tool_calls=[empty]),
+    )
+    assert [one["role"] for one in found] == ["system", "user", "assistant", "tool", "assistant", "assistant"]
+    first, second = found[2]["tool_calls"]
+    assert first["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert second == {"type": "function", "id": "c2", "function": {"name": "g", "arguments": '{"x": '}}
+    assert found[3]["tool_call_id"] == "c1"
+    assert "hmm" not in str(found) and "said" in str(found[4]["content"])
+    assert found[5]["tool_calls"] == [{"type": "function", "id": None, "function": {"name": "", "arguments": ""}}]
+
+
+class Scribe(FakeBackend):
+    """Sends its deltas as they are, and the last one with how the answer ended."""
+
+    def __init__(self, deltas: Sequence[Delta], finish: FinishReason = "stop") -> None:
+        super().__init__()
+        self.deltas, self.finish = deltas, finish
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:  # type: ignore[override]
+        for delta in self.deltas:
+            yield delta
+        yield Delta(finish_reason=self.finish, usage=Usage(3, 9, reasoning_tokens=7))
+
+
+def written(deltas: Sequence[Delta], finish: FinishReason = "stop") -> list[AIMessage]:
+    """The answer whole, and as the sum of its chunks."""
+    model = ChatAgentSpec(model="m", runtime=Runtime(backends={"m": Scribe(deltas, finish)}))
+    first, *rest = model.stream("hi")
+    return [model.invoke("hi"), cast(AIMessage, first + rest)]
+
+
+@given(st.lists(st.text(max_size=5), min_size=1, max_size=6), st.sampled_from(["reasoning", "reasoning_content"]))
+def test_chunks_add_up_to_the_text_and_the_thoughts(texts: list[str], name: str) -> None:
+    said = "".join(texts)
+    for whole in written([Delta(text=text, extra={name: text, "refusal": text}) for text in texts]):
+        assert whole.content == said
+        assert whole.additional_kwargs == ({"reasoning_content": said} if said else {}) | {"refusal": said}
+        assert {"finish_reason": "stop", "model_name": "m", "model_provider": "agentspec"}.items() <= (
+            whole.response_metadata.items()
+        )
+        assert cast(Any, whole.usage_metadata)["output_token_details"] == {"reasoning": 7}
+
+
+JSON = st.text(alphabet='{}[]",:\\a1 \n', max_size=12) | st.dictionaries(st.text(max_size=3), st.integers()).map(
+    json.dumps
+)
+
+
+@given(JSON, st.integers(0, 12), st.sampled_from(["tool_calls", "length", "cancelled", "content_filter"]))
+def test_arguments_that_are_no_whole_object_make_an_invalid_call(said: str, at: int, finish: Any) -> None:
+    head = {"index": 0, "id": "c", "function": {"name": "f", "arguments": said[:at]}}
+    rest = {"index": 0, "function": {"arguments": said[at:]}}
+    whole = whole_arguments(said, finish)
+    for message in written([Delta(extra={"tool_calls": [one]}) for one in (head, rest)], finish):
+        assert [call["args"] for call in message.tool_calls] == ([] if whole is None else [whole])
+        assert len(message.invalid_tool_calls) == (whole is None)
+        (back,) = sent(message)
+        assert whole is not None or back["tool_calls"][0]["function"]["arguments"] == said
+
+
+def test_whole_tool_calls_without_an_index() -> None:
+    calls = [{"id": str(number), "function": {"name": f"f{number}", "arguments": "{}"}} for number in range(2)]
+    for message in written([Delta(extra={"tool_calls": calls})], "tool_calls"):
+        assert [call["name"] for call in message.tool_calls] == ["f0", "f1"]
+
+
+def test_answer_metadata_usage_and_log_probabilities() -> None:
+    answer = Answer(text="hello you\ud83d", speculation=SPECULATION, usage=Usage(9, 2, 4, 1, 0))
+    model, _ = chat(answer, logprobs=True)
+    found = model.invoke("hi there")
+    assert found.usage_metadata == {
+        "input_tokens": 9,
+        "output_tokens": 2,
+        "total_tokens": 11,
+        "input_token_details": {"cache_read": 4},
+        "output_token_details": {"accepted_prediction": 1, "rejected_prediction": 0},
+    }
+    assert found.response_metadata["speculation"]["accepted"] == 3
+    last = found.response_metadata["logprobs"]["content"][-1]
+    assert last["bytes"][-3:] == [0xED, 0xA0, 0xBD] and "token_id" in last  # half a surrogate pair
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -129,40 +262,6 @@ def test_retries_only_what_may_go_better() -> None:
     with pytest.raises(InvalidRequestError):
         wrong.invoke("hi")
     assert len(fake.requests) == 1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"logit_bias": {"a": 1}},
-        {"logit_bias": [1]},
-        {"stop_token_ids": 5},
-        {"stop": 5},
-        {"n": "2"},
-        {"structured_outputs": {"regexp": "a"}},
-        {"latency_target_ms_per_token": "20"},
-        {"session": 5},
-    ],
-)
-def test_an_option_of_the_wrong_type_is_refused(wrong: Any) -> None:
-    model, fake = chat("fine")
-    with pytest.raises(InvalidRequestError, match=r"wrong type|must be a (number|text)"):
-        model.invoke("hi", **wrong)
-    assert not fake.requests
-
-
-def test_structured_outputs_may_be_given_as_vllms_clients_do() -> None:
-    model, fake = chat("fine")
-    model.invoke("hi", structured_outputs={"regex": "a+"})
-    assert fake.requests[0].sampling.structured_outputs == StructuredOutputs(regex="a+")
-
-
-@pytest.mark.parametrize("prediction", [{"type": "content", "content": [{"type": "text"}]}, {"type": "content"}, 5])
-def test_a_prediction_without_a_text_is_refused(prediction: Any) -> None:
-    model, fake = chat("fine")
-    with pytest.raises(InvalidRequestError, match="prediction"):
-        model.invoke("hi", prediction=prediction)
-    assert not fake.requests
 
 
 def test_no_retry_once_text_has_come() -> None:
@@ -234,47 +333,35 @@ def test_a_step_says_how_its_calls_are_served(server: Any) -> None:
     model, fake = chat("ok", latency_target_ms_per_token=7)
 
     @step("plan", priority=3, store=False, latency_ms_per_token=50, deadline_s=60, speculation=False)
-    def plan(model: ChatAgentSpec, **options: Any) -> None:
-        model.invoke("hi", **options)
+    def plan(model: ChatAgentSpec) -> None:
+        model.invoke("hi")
 
     plan(model)
-    plan(chat_of(fake))
+    plan(ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake})))
     first, second = fake.requests
     assert (first.priority, first.store, first.speculation) == (3, False, False)
     assert (first.latency_target_ms_per_token, second.latency_target_ms_per_token) == (7, 50)
     assert first.deadline_s is not None and 0 < first.deadline_s <= 60
     step("far", strategy="specreason")(plan)(remote(server))
-    sent = server.request_headers[-1]
-    assert (sent["x-agentspec-priority"], sent["x-agentspec-strategy"]) == ("3", "specreason")
-    assert sent["x-agentspec-latency-ms-per-token"] == "50" and "x-agentspec-deadline-s" in sent
+    got = server.request_headers[-1]
+    assert (got["x-agentspec-priority"], got["x-agentspec-strategy"]) == ("3", "specreason")
+    assert got["x-agentspec-latency-ms-per-token"] == "50" and "x-agentspec-deadline-s" in got
     assert "priority" not in server.bodies[-1]
-
-
-def test_a_strategy_that_the_runtime_lacks_is_refused() -> None:
-    model, _ = chat("ok")
-    with pytest.raises(InvalidRequestError) as raised:
-        step("plan", strategy="specreason")(model.invoke)("hi")
-    assert raised.value.param == "strategy"
 
 
 class State(TypedDict):
     messages: Annotated[list[Any], add_messages]
 
 
-def graph_of(model: Any, *, name: str = "review") -> Any:
-    @step("polish")
-    async def polish(state: State) -> dict[str, Any]:
-        return {"messages": [await model.ainvoke(state["messages"])]}
-
-    async def write(state: State) -> dict[str, Any]:
-        return {"messages": [await model.ainvoke(state["messages"])]}
-
+def graph_of(name: str, **nodes: Any) -> Any:
+    """A graph of these nodes, one after the other."""
     builder = StateGraph(State)
-    builder.add_node("write", write)
-    builder.add_node("polish_node", polish)
-    builder.add_edge(START, "write")
-    builder.add_edge("write", "polish_node")
-    builder.add_edge("polish_node", END)
+    for node, does in nodes.items():
+        builder.add_node(node, does)
+    before = START
+    for node in nodes:
+        builder.add_edge(before, node)
+        before = node
     return builder.compile(name=name, checkpointer=InMemorySaver())
 
 
@@ -282,14 +369,28 @@ CONFIG: Any = {"configurable": {"thread_id": "thread-1"}}
 ASKED: Any = {"messages": [("user", "hi")]}
 
 
-async def test_langgraph_nodes_are_steps_and_threads_sessions() -> None:
-    model, fake = chat("first", "second")
-    final = await label(graph_of(model)).ainvoke(ASKED, CONFIG)
-    assert [message.content for message in final["messages"]] == ["hi", "first", "second"]
-    assert [request.labels for request in fake.requests] == [
-        Labels("thread-1", "review", "write"),
-        Labels("thread-1", None, "polish"),
-    ]
+async def test_langgraph_nodes_are_steps_threads_sessions_and_the_outermost_labelled_graph_the_workflow() -> None:
+    model, fake = chat("ok")
+
+    async def write(state: State) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    @step("polish")
+    async def polish(state: State, config: RunnableConfig) -> dict[str, Any]:
+        assert config["configurable"]["thread_id"] == "thread-1"
+        return await write(state)
+
+    graph = graph_of("review", write=write, polish_node=polish)
+    outer = graph_of("outer", inner=label(graph_of("inner", draft=write)))
+    for asked in (label(graph), label(graph, "mine"), graph, label(outer), outer):
+        await asked.ainvoke(ASKED, CONFIG)
+    named = [(one.labels.session, one.labels.workflow, one.labels.step) for one in fake.requests]
+    assert named == [
+        *(("thread-1", workflow, step) for workflow in ("review", "mine", None)
+          for workflow, step in ((workflow, "write"), (None, "polish"))),
+        ("thread-1", "outer", "draft"),
+        ("thread-1", "inner", "draft"),
+    ]  # fmt: skip
 
 
 # A remote endpoint ---------------------------------------------------------------------------------------------------
@@ -307,11 +408,11 @@ def test_remote_answers_with_reasoning_usage_and_speculation(server: Any) -> Non
     assert {"type": "reasoning", "reasoning": "let me think"} in cast(Any, answer.content_blocks)
     assert cast(Any, answer.usage_metadata)["input_token_details"] == {"cache_read": 4}
     assert answer.response_metadata["speculation"]["drafted"] == 6
-    (body,), (sent,) = server.bodies, server.request_headers
+    (body,), (got,) = server.bodies, server.request_headers
     assert (body["model"], body["temperature"], body["reasoning_effort"]) == ("fast", 0.0, "low")
     assert body["prediction"] == {"type": "content", "content": "p"}
-    assert sent["authorization"] == "Bearer k" and sent["x-agentspec-session"] == "s"
-    assert sent["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
+    assert got["authorization"] == "Bearer k" and got["x-agentspec-session"] == "s"
+    assert got["x-agentspec-workflow"] == "gr%C3%B6%C3%9Fe"
     assert row(None, "größe").accepted == 3
 
 
@@ -341,33 +442,3 @@ async def test_through_a_real_gateway(gateway: tuple[str, FakeBackend]) -> None:
     assert (second.labels, second.speculation) == (Labels("s", "größe", "plan"), False)
     assert (second.sampling.seed, second.sampling.top_k) == (3, 5)
     assert (row(None, "w").accepted, row("plan", "größe").completion_tokens) == (4, 3)
-
-
-@tool
-def lookup(city: str) -> str:
-    """The weather in a city."""
-    return f"sunny in {city}"
-
-
-def test_unknown_tool_choice_and_method() -> None:
-    model, _ = chat()
-    with pytest.raises(InvalidRequestError, match="nobody"):
-        model.bind_tools([lookup], tool_choice="nobody")
-    with pytest.raises(InvalidRequestError, match="magic"):
-        model.with_structured_output({}, method="magic")  # type: ignore[arg-type]
-
-
-def test_answer_metadata_and_usage() -> None:
-    model, _ = chat(Answer(text="hello you", speculation=SPECULATION, usage=Usage(9, 2, 4, 1, 0)))
-    answer = model.invoke("hi there")
-    assert answer.content == "hello you"
-    assert answer.usage_metadata == {
-        "input_tokens": 9,
-        "output_tokens": 2,
-        "total_tokens": 11,
-        "input_token_details": {"cache_read": 4},
-        "output_token_details": {"accepted_prediction": 1, "rejected_prediction": 0},
-    }
-    assert answer.response_metadata["model_name"] == "fake"
-    assert answer.response_metadata["finish_reason"] == "stop"
-    assert answer.response_metadata["speculation"]["accepted"] == 3

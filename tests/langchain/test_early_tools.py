@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import pytest
@@ -11,25 +11,26 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain_core.language_models.fake_chat_models import FakeMessagesListChatModel, GenericFakeChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import ensure_config
-from langchain_core.tools import BaseTool, tool
+from langchain_core.tools import BaseTool, InjectedToolArg, StructuredTool, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState
 from pydantic import SecretStr
 
-from agentspec.langchain import AgentSpecMiddleware, EarlyTools
+from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec, EarlyTools
 from agentspec.langchain.early_tools import blocks
 from agentspec.protocol.headers import StepPolicy
-from agentspec.step import report
-from agentspec.step.report import observe
-from agentspec.step.scope import current_labels, current_policy
+from agentspec.runtime import Runtime
+from agentspec.step import current_labels, current_policy, report
+from agentspec.testing import FakeBackend
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 from agentspec.types import Labels
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("likely_starts_pay")]
 
 ran: list[str] = []
 scopes: list[tuple[Labels, StepPolicy]] = []
+asked_by_tools: list[ChatAgentSpec] = []
 stock = {"#W1": 1, "#W2": 2}
 
 
@@ -38,7 +39,8 @@ def look(order: str, full: bool = False) -> dict[str, Any]:
     """Read an order."""
     ran.append("look")
     scopes.append((current_labels(), current_policy()))
-    observe(None, None, 0.0)  # as a model that the tool asks
+    for model in asked_by_tools:
+        model.invoke(order)
     if order not in stock:
         raise KeyError(order)
     return {"order": order, "left": stock[order], "full": full}
@@ -60,13 +62,11 @@ def peek(order: str, state: Annotated[dict[str, Any], InjectedState]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("agentspec.tools.model.pays", lambda probability, *_: probability > 0.2)
+def fresh() -> None:
     ran.clear()
     scopes.clear()
+    asked_by_tools.clear()
     stock.update({"#W1": 1, "#W2": 2})
-    report().reset()
-    yield
     report().reset()
 
 
@@ -84,12 +84,6 @@ def asks(name: str, **arguments: Any) -> AIMessage:
 def agent(middleware: AgentSpecMiddleware, *script: AIMessage, tools: Any = (look, buy, peek), more: Any = ()) -> Any:
     model = ScriptedModel(messages=iter(script))
     return create_agent(model, list(tools), middleware=[middleware, *more], checkpointer=InMemorySaver(), name="shop")
-
-
-def forgetful(middleware: AgentSpecMiddleware) -> Any:
-    """An agent without a thread."""
-    model = ScriptedModel(messages=iter(SCRIPT))
-    return create_agent(model, [look, buy, peek], middleware=[middleware], name="shop")
 
 
 def opened(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolEvent]]:
@@ -156,7 +150,10 @@ def test_agents_without_a_thread_start_tools_too() -> None:
     middleware, events = opened()
     for _ in range(8):
         stock.update({"#W1": 1, "#W2": 2})
-        forgetful(middleware).invoke({"messages": [HumanMessage("look at #W1, please")]})
+        graph: Any = create_agent(
+            ScriptedModel(messages=iter(SCRIPT)), [look, buy], middleware=[middleware], name="shop"
+        )
+        graph.invoke({"messages": [HumanMessage("look at #W1, please")]})
     assert any(event.outcome == "hit" for event in events)
     assert len({event.session for event in events}) > 1
 
@@ -166,7 +163,9 @@ def test_an_early_run_has_the_labels_and_the_policy_of_its_call(policy: StepPoli
     middleware, events = taught(policy=policy, policies={"tools": StepPolicy(model="other")})
     scopes.clear()
     report().reset()
+    asked_by_tools.append(ChatAgentSpec(model="other", runtime=Runtime(backends={"other": FakeBackend()})))
     session(middleware, 8)
+    asked_by_tools.clear()
     assert any(event.outcome == "hit" for event in events)
     assert {row.step: row.calls for row in report()}["model"] == len(SCRIPT)
     early = scopes[:1]
@@ -280,19 +279,17 @@ def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
     assert "start" not in {event.outcome for event in events}
 
 
-def test_tools_that_take_state_never_start_early() -> None:
-    middleware, events = opened("look", "peek")
+approved = look.model_copy(update={"name": "approved", "metadata": {"needs_approval": True}})
+
+
+@pytest.mark.parametrize("listed", [peek, approved])
+def test_tools_that_take_state_or_need_approval_never_start_early(listed: BaseTool) -> None:
+    middleware, events = opened(listed.name)
     for number in range(6):
-        ask(agent(middleware, asks("peek", order="#W1"), AIMessage("done")), f"t{number}", "peek at #W1")
-    assert ran == ["peek"] * 6 and not events
-
-
-@pytest.mark.parametrize("wanted", ["needs_approval", "requires_approval"])
-def test_a_tool_that_needs_approval_never_starts_early(wanted: str) -> None:
-    speculator = ToolSpeculator(ToolPolicy(["look"]))
-    early = EarlyTools(speculator)
-    plain, asked = (look.model_copy(update={"metadata": {wanted: needs}}) for needs in (False, True))
-    assert [speculator.policy.may_run_early(early.described(tool)) for tool in (plain, asked)] == [True, False]
+        ask(
+            agent(middleware, asks(listed.name, order="#W1"), AIMessage("done"), tools=[listed]), f"t{number}", "go #W1"
+        )
+    assert len(ran) == 6 and not events
 
 
 def asked(graph: Any, **configurable: Any) -> list[BaseMessage]:
@@ -346,7 +343,6 @@ def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]
 
 def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_results() -> None:
     middleware, events = taught()
-    assert middleware.early_tools is not None
     reading = agent(middleware, AIMessage("wait"), asks("look", order="#W1"), AIMessage("done"))
     writing = agent(middleware, asks("buy", order="#W1"), AIMessage("done"))
 
@@ -362,7 +358,73 @@ def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_resu
     started = next(event for event in events if event.outcome == "start" and event.tool == "look")
     ended = next(event for event in events if event.tool == started.tool and event.outcome != "start")
     assert stock["#W1"] == 0 and ended.outcome == "stale"
-    sessions = [
-        one.caller for one in middleware.early_tools._speculator._sessions.values() if one.caller.session == "t9"
-    ]
-    assert len({caller.branch for caller in sessions}) == 2
+
+
+# Tools of MCP servers: their functions take a runtime, which matters only where something learns of it. ---------------
+
+SCHEMA = {"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]}
+
+
+@dataclass
+class Callbacks:
+    """As that of langchain-mcp-adapters."""
+
+    on_progress: Any = None
+    on_elicitation: Any = None
+
+
+def adapted(module: str = "langchain_mcp_adapters.tools", schema: Any = SCHEMA, **options: Any) -> BaseTool:
+    """A tool of the shape that langchain-mcp-adapters 0.3 makes; an interceptor or a callback gets its runtime."""
+    tool_interceptors, callbacks = options.get("tool_interceptors"), options.get("callbacks")
+
+    async def call_tool(
+        runtime: Annotated[object | None, InjectedToolArg()] = None, **arguments: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        for learns in (*(tool_interceptors or ()), callbacks and callbacks.on_progress):
+            if learns is not None:
+                learns(runtime)
+        ran.append("call_tool")
+        return [{"type": "text", "text": f"found {arguments}"}], {"structured_content": arguments}
+
+    call_tool.__module__ = module
+    return StructuredTool(
+        name="look",
+        description="From a server.",
+        args_schema=schema,
+        coroutine=call_tool,
+        response_format="content_and_artifact",
+    )
+
+
+async def conversations(tool: BaseTool, *names: str) -> tuple[list[Any], list[ToolEvent]]:
+    """What the last of several conversations says, in which the model calls the tool; and what started early."""
+    middleware, events = opened(*names)
+    for number in range(8):
+        graph = agent(middleware, asks("look", order="#W1"), AIMessage("done"), tools=[tool])
+        config: Any = {"configurable": {"thread_id": f"t{number}"}}
+        found = await graph.ainvoke({"messages": [HumanMessage("look at #W1")]}, config)
+    return shown(found["messages"]), events
+
+
+@pytest.mark.parametrize("options", [{}, {"tool_interceptors": []}, {"callbacks": Callbacks()}])
+async def test_a_listed_tool_of_a_server_starts_early(options: dict[str, Any]) -> None:
+    plain, nothing = await conversations(adapted(**options), "none")
+    early, events = await conversations(adapted(**options))
+    assert early == plain and not nothing and "hit" in {event.outcome for event in events}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tool_interceptors": [scopes.append]},
+        {"callbacks": Callbacks(on_progress=scopes.append)},
+        {"module": "another"},
+        {
+            "schema": {**SCHEMA, "properties": {**SCHEMA["properties"], "runtime": {}}},  # type: ignore[dict-item]
+            "tool_interceptors": [scopes.append],
+        },
+    ],
+)
+async def test_a_tool_whose_runtime_others_may_learn_does_not_start_early(options: dict[str, Any]) -> None:
+    _, events = await conversations(adapted(**options))
+    assert not events and len(ran) == 8

@@ -1,12 +1,9 @@
-"""Early starts change nothing in random graphs: branches at once, subgraphs, interrupts, resumes, replays."""
+"""Early starts change nothing in random graphs: branches, subgraphs, interrupts, resumes, replays."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Condition
 from typing import Any
 
 import pytest
@@ -26,58 +23,22 @@ from langgraph.types import Command, Send, interrupt
 from agentspec.langchain import AgentSpecMiddleware, EarlyTools
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 
+pytestmark = pytest.mark.usefixtures("likely_starts_pay")
 READ_ONLY = ("read", "list_orders", "fragile")
 BRANCHES = ("left", "middle", "right")
 _ACTIONS = 4  # of the model in a branch
 _ROUNDS = 2
 
 
-class Order:
-    """Lets branches that run at once act one after another, so that a graph has one outcome."""
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._waiting: deque[str] = deque()
-
-    def begins(self, branches: Sequence[str]) -> None:
-        self._waiting = deque(branches)
-
-    @contextmanager
-    def turn(self, branch: str) -> Iterator[None]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._waiting[0] == branch, 60)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting.rotate(-1)
-                self._changed.notify_all()
-
-    def leaves(self, branch: str) -> None:
-        with self._changed:
-            self._waiting.remove(branch)
-            self._changed.notify_all()
-
-
-class InOrder(AgentMiddleware[AgentState[Any], Any, Any]):
-    """Around everything that a branch does."""
-
-    def __init__(self, order: Order, branch: str) -> None:
-        super().__init__()
-        self._order, self._branch = order, branch
-
-    def wrap_model_call(self, request: Any, handler: Any) -> Any:
-        with self._order.turn(self._branch):
-            return handler(request)
+class Failing(AgentMiddleware[AgentState[Any], Any, Any]):
+    """Shows a tool's error to the model."""
 
     def wrap_tool_call(self, request: Any, handler: Any) -> Any:
-        with self._order.turn(self._branch):
-            try:
-                return handler(request)
-            except ValueError as error:
-                return ToolMessage(
-                    f"error: {error}", tool_call_id=request.tool_call["id"], name=request.tool_call["name"]
-                )
+        try:
+            return handler(request)
+        except ValueError as error:
+            call = request.tool_call
+            return ToolMessage(f"error: {error}", tool_call_id=call["id"], name=call["name"])
 
 
 class World:
@@ -155,25 +116,12 @@ class Decided(BaseChatModel):
         ])  # fmt: skip
 
 
-def graph(seed: int, world: World, order: Order, early: EarlyTools | None) -> Any:
-    """Rounds in each of which some branches work at once, each an agent; what they said is looked through."""
-    ours = [] if early is None else [AgentSpecMiddleware(early_tools=early)]
-
-    def branch(name: str) -> Callable[[Any], Any]:
-        middleware = [InOrder(order, name), *ours]
-        agent = create_agent(Decided(seed=seed), world.tools, middleware=middleware, name=name)
-
-        def work(state: Any) -> Any:
-            try:
-                return agent.invoke(state, {"max_concurrency": 1})  # one tool after another
-            finally:
-                order.leaves(name)
-
-        return work
+def graph(seed: int, world: World, early: EarlyTools | None) -> Any:
+    """Rounds in each of which some branches work, each an agent; what they said is looked through."""
+    middleware = [Failing(), *([] if early is None else [AgentSpecMiddleware(early_tools=early)])]
 
     def plan(state: Any) -> Any:
         chosen = random.Random(seed + len(state["messages"])).sample(BRANCHES, k=3 if seed % 3 else 2)
-        order.begins(chosen)
         return Command(goto=[Send(name, {"messages": [HumanMessage(f"look at A1 for {name}")]}) for name in chosen])
 
     def gather(state: Any) -> Any:
@@ -185,7 +133,7 @@ def graph(seed: int, world: World, order: Order, early: EarlyTools | None) -> An
     builder.add_node("plan", plan, destinations=BRANCHES)
     builder.add_node("gather", gather, destinations=("plan", "__end__"))
     for name in BRANCHES:
-        builder.add_node(name, branch(name))
+        builder.add_node(name, create_agent(Decided(seed=seed), world.tools, middleware=middleware, name=name))
         builder.add_edge(name, "gather")
     builder.add_edge(START, "plan")
     return builder.compile(checkpointer=InMemorySaver(), name="random")
@@ -199,14 +147,13 @@ def played(
     seed: int, early: EarlyTools | None, events: Sequence[ToolEvent] = (), threads: Sequence[str] = ("one", "two")
 ) -> list[Any]:
     """What the threads of a graph say, each with what it interrupts for, and with a replay of its past."""
-    world, order, found = World(), Order(), []
-    run = graph(seed, world, order, early)
+    world, found = World(), list[Any]()
+    run = graph(seed, world, early).with_config(max_concurrency=1)  # so that a graph has one outcome
 
     def on(given: Any, config: Any) -> None:
         replays = given is None
         while True:
             launched = len(events)
-            order.begins([name for name in run.get_state(config).next if name in BRANCHES])
             result = run.invoke(given, config)
             found.extend(shown(result["messages"]))
             if replays:
@@ -228,12 +175,6 @@ def played(
 def taught(events: list[ToolEvent]) -> EarlyTools:
     speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     return EarlyTools(speculator, agent="any")
-
-
-@pytest.fixture(autouse=True)
-def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools of these tests take no time, so that no early start would pay."""
-    monkeypatch.setattr("agentspec.tools.model.pays", lambda *_: True)
 
 
 def test_a_graph_does_the_same_with_and_without_early_starts() -> None:

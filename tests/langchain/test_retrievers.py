@@ -160,16 +160,6 @@ async def test_documents_may_be_changed_by_whoever_gets_them() -> None:
     assert (retriever.stats.guesses, retriever.stats.confirmed) == (2, 2)
 
 
-@pytest.mark.parametrize("k", [0, -1])
-async def test_a_call_asks_for_one_document_at_least(k: int) -> None:
-    retriever, _ = around(k=3)
-    assert len(retriever.invoke("cat", k=2)) == 2 and len(await retriever.ainvoke("cat")) == 3
-    with pytest.raises(ConfigurationError, match="at least one"):
-        retriever.invoke("cat", k=k)
-    with pytest.raises(ConfigurationError, match="at least one"):
-        await retriever.ainvoke("cat", k=k)
-
-
 async def test_a_document_without_an_id_is_known_by_its_content() -> None:
     retriever, inner = around()
     inner.documents = [Document("the cat", metadata={1: "one", "two": lock}) for lock in (threading.Lock(),) * 2]
@@ -191,34 +181,20 @@ def knowledge() -> IndexKnowledge:
     return in_memory(KNOWN, "dense", FakeEncoder())
 
 
-class TestStandardOfKnowledge(RetrieversIntegrationTests):
-    @property
-    def retriever_constructor(self) -> type[KnowledgeRetriever]:
-        return KnowledgeRetriever
-
-    @property
-    def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"base": knowledge()}
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "the cat"
+@pytest.mark.parametrize("retriever", [KnowledgeRetriever(base=knowledge(), k=1), around(k=1)[0]])
+async def test_a_call_asks_for_one_document_at_least(retriever: BaseRetriever) -> None:
+    assert len(retriever.invoke("the cat", k=2)) == 2 and len(await retriever.ainvoke("the cat")) == 1
+    for k in (0, -1):
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            retriever.invoke("the cat", k=k)
+        with pytest.raises(ConfigurationError, match=f"not {k}"):
+            await retriever.ainvoke("the cat", k=k)
 
 
 def test_documents_keep_their_ids_titles_and_metadata():
     (found,) = KnowledgeRetriever(base=knowledge(), k=1).invoke("cats the cat purrs")
     assert (found.id, found.page_content) == ("a", "the cat purrs")
     assert found.metadata == {"title": "Cats", "page": 1}
-
-
-async def test_a_search_asks_for_one_document_at_least():
-    retriever = KnowledgeRetriever(base=knowledge(), k=1)
-    for k in (0, -1):
-        with pytest.raises(ConfigurationError, match=f"not {k}"):
-            retriever.invoke("the cat", k=k)
-        with pytest.raises(ConfigurationError, match=f"not {k}"):
-            await retriever.abatch(["the cat"], k=k)
-    assert len(retriever.invoke("the cat", k=2)) == 2
 
 
 class Listing(BaseRetriever):

@@ -1,3 +1,5 @@
+"""How many tokens messages have, by the tokenizer of the model that would answer."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -72,27 +74,26 @@ def test_a_local_model_counts_what_its_answers_report(tiny_model: Path) -> None:
         assert model.get_token_ids("") == []
 
 
-def test_messages_are_trimmed_by_the_models_own_count() -> None:
-    model = chat(FakeBackend())
-    newest = SAID[-1:]
-    kept = trim_messages(SAID, max_tokens=model.get_num_tokens_from_messages(newest), token_counter=model)
-    assert kept == newest
-    assert trim_messages(SAID, max_tokens=1000, token_counter=model) == SAID
-    assert model.get_num_tokens_from_messages([]) == 0
-
-
-def test_a_part_of_a_chat_that_the_template_refuses_counts_a_little_more() -> None:
+def test_trimming_counts_a_part_of_a_chat_that_the_template_refuses_as_a_little_more() -> None:
     """`trim_messages` asks for the newest messages, the newest first: here a result, its call, and an answer."""
     call: Any = {"name": "look", "args": {"place": "here"}, "id": "c1", "type": "tool_call"}
     part = [ToolMessage("seen", tool_call_id="c1"), AIMessage("", tool_calls=[call]), AIMessage("four five")]
     strict, lenient = chat(Strict()), chat(FakeBackend())
+    newest, most = SAID[-1:], lenient.get_num_tokens_from_messages(SAID[-1:])
+    assert trim_messages(SAID, max_tokens=most, token_counter=lenient) == newest
     assert strict.get_num_tokens_from_messages(SAID) == lenient.get_num_tokens_from_messages(SAID)
     assert strict.get_num_tokens_from_messages(part) >= lenient.get_num_tokens_from_messages(part)
     assert len(trim_messages(SAID, max_tokens=30, token_counter=strict)) == 4
 
 
-def test_a_gateways_tokenizer_is_asked(gateway: tuple[str, FakeBackend]) -> None:
+def test_the_tokenizer_of_a_gateway_or_of_one_server_of_a_pool_is_asked(gateway: tuple[str, FakeBackend]) -> None:
     url, fake = gateway
+    settings = Settings(
+        backends={"up": OpenAISettings(base_urls=(HttpUrl(url),))},
+        models={"pooled": ModelSettings(backend="up", upstream_model="fake")},
+    )
+    with started(settings) as runtime:
+        assert ChatAgentSpec(model="pooled", runtime=runtime).get_token_ids("one two") == fake.encode("one two")
     remote = ChatAgentSpec(model="fake", base_url=url)
     assert remote.get_num_tokens_from_messages(SAID) == chat(FakeBackend()).get_num_tokens_from_messages(SAID)
     assert remote.get_token_ids("one two") == fake.encode("one two")
@@ -114,17 +115,6 @@ def test_an_encoder_of_the_users_own_comes_first(server: Any) -> None:
     assert plain == len("System: be brief" + "Human: one two three" + "AI: four five" + "Human: six")
     assert model.get_num_tokens_from_messages(SAID, tools=[look]) > plain + len("Look at a place.")
     assert not server.bodies
-
-
-def test_a_pool_asks_one_of_its_servers(gateway: tuple[str, FakeBackend]) -> None:
-    url, fake = gateway
-    settings = Settings(
-        backends={"up": OpenAISettings(base_urls=(HttpUrl(url),))},
-        models={"pooled": ModelSettings(backend="up", upstream_model="fake")},
-    )
-    with started(settings) as runtime:
-        model = ChatAgentSpec(model="pooled", runtime=runtime)
-        assert model.get_token_ids("one two") == fake.encode("one two")
 
 
 def test_a_backend_without_a_tokenizer() -> None:
