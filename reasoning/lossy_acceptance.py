@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from agentspec.backends.base import Capabilities, closing_items, is_local
@@ -38,13 +38,6 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
     @property
     def capabilities(self) -> Capabilities:
         return self.base.backend.capabilities
-
-    @property
-    def roles(self) -> Mapping[str, ModelRef]:
-        return {"base": self.base}
-
-    async def prepare(self) -> list[str]:
-        return []
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         return super().response_headers(request) if self.is_lossy(request) else {}

@@ -28,10 +28,12 @@ class StrategySettings(SettingsModel):
 
     base: str = Field(description="The large model: a [models.NAME] or [backends.NAME] table")
 
+    knobs: ClassVar[tuple[str, ...]] = ()
+    """The settings that the answer depends on; every answer reports them."""
+
     @property
     def answer_settings(self) -> dict[str, Any]:
-        """The settings that the answer depends on; every answer reports them."""
-        return {}
+        return {name: getattr(self, name) for name in self.knobs}
 
     @property
     def summary(self) -> str:
@@ -44,11 +46,6 @@ class StrategySettings(SettingsModel):
         """The models that these settings name, by role."""
         named = {role: getattr(self, role, None) for role in ("base", "small", "judge")}
         return {role: name for role, name in named.items() if name is not None}
-
-    @property
-    def knowledge_bases(self) -> dict[str, str]:
-        """The [knowledge.NAME] tables that these settings name, by the setting that names them."""
-        return {}
 
 
 class DelegationSettings(StrategySettings):
@@ -69,22 +66,20 @@ class DelegationSettings(StrategySettings):
     """A step that holds one of these is the last."""
     ends_on_repeat: ClassVar[bool] = False
     """Whether two equal steps in a row end the thinking."""
+    shown_nothing: ClassVar[tuple[str, ...]] = ()
+    """Roles whose models are asked questions without the thinking so far."""
 
     @property
     def spend_tokens(self) -> int:
         """Tokens of thinking generated, dropped ones too, after which the base model thinks on alone."""
         return 8 * self.budget_tokens  # twice the most of a step: two drafts, a score, and a step of the base model
 
-    @property
-    def shown_nothing(self) -> tuple[str, ...]:
-        """Roles whose models are asked questions without the thinking so far."""
-        return ()
-
 
 class SpecReasonSettings(DelegationSettings):
     """`[models.NAME] strategy = "specreason"`: SpecReason (arXiv 2504.07891)."""
 
     algorithm = "agentspec.reasoning.delegation.spec_reason:spec_reason"
+    knobs = ("threshold",)
     ends_on_repeat = True
     strategy: Literal["specreason"] = "specreason"
     answer_marks = ("boxed", "Answer:", "ANSWER:")
@@ -92,15 +87,12 @@ class SpecReasonSettings(DelegationSettings):
     judge: str | None = Field(default=None, description="The model that scores the steps; unset: the base model")
     threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
 
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return {"threshold": self.threshold}
-
 
 class SpeculativeThinkingSettings(DelegationSettings):
     """`[models.NAME] strategy = "speculative_thinking"`: Speculative Thinking (arXiv 2504.12329)."""
 
     algorithm = "agentspec.reasoning.delegation.speculative_thinking:speculative_thinking"
+    knobs = ("small_reasons",)
     strategy: Literal["speculative_thinking"] = "speculative_thinking"
     step_tokens: int = Field(default=1024, ge=1)
     small_reasons: bool = Field(default=True, description="False for a small model that was not trained to reason")
@@ -112,15 +104,13 @@ class SpeculativeThinkingSettings(DelegationSettings):
     overload: ClassVar[int] = 15  # doubts after which the base model checks the whole
     rescue_tokens: ClassVar[int] = 125  # of that check
 
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return {"small_reasons": self.small_reasons}
-
 
 class LookaheadSettings(DelegationSettings):
     """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
 
     algorithm = "agentspec.reasoning.delegation.lookahead:lookahead"
+    knobs = ("compare", "depth")
+    shown_nothing = ("judge",)
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
@@ -138,31 +128,16 @@ class LookaheadSettings(DelegationSettings):
         """Half as much again as `depth` drafts, a verdict and `depth + 1` steps of the base model, if that is more."""
         return max(8, 3 * self.depth + 2) * self.budget_tokens
 
-    @property
-    def shown_nothing(self) -> tuple[str, ...]:
-        return ("judge",)
-
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return {"compare": self.compare, "depth": self.depth}
-
 
 class RaLMSpecSettings(StrategySettings):
     """`[models.NAME] strategy = "ralmspec"`: iterative retrieval with RaLMSpec (arXiv 2401.14021), lossless."""
 
     lossy = False
     implementation = "agentspec.reasoning.retrieval.backend:RetrievalBackend"
+    knobs = ("document_tokens",)
     strategy: Literal["ralmspec"] = "ralmspec"
     knowledge: str = Field(description="Where documents come from: a [knowledge.NAME] table")
     document_tokens: int = Field(default=256, ge=1, description="Most tokens of a document that the model reads")
-
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return {"document_tokens": self.document_tokens}
-
-    @property
-    def knowledge_bases(self) -> dict[str, str]:
-        return {"knowledge": self.knowledge}
 
 
 class KnnLmSettings(StrategySettings):
@@ -170,6 +145,7 @@ class KnnLmSettings(StrategySettings):
 
     lossy = False
     implementation = "agentspec.reasoning.retrieval.knn_lm:KnnBackend"
+    knobs = ("neighbours", "weight", "temperature")
     strategy: Literal["knnlm"] = "knnlm"
     datastore: UserPath = Field(description="Folder that `agentspec knn build` made with the base model, a local one")
     neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
@@ -177,10 +153,6 @@ class KnnLmSettings(StrategySettings):
     temperature: float = Field(
         default=100.0, gt=0, description="Squared distance that makes an entry count e times less"
     )
-
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("neighbours", "weight", "temperature")}
 
 
 class LossyAcceptanceSettings(StrategySettings):

@@ -45,6 +45,7 @@ class Strategy(ABC, Generic[AnySettings]):
 
     name: str
     settings: AnySettings
+    base: ModelRef
 
     @classmethod
     @abstractmethod
@@ -56,18 +57,18 @@ class Strategy(ABC, Generic[AnySettings]):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    @abstractmethod
     def roles(self) -> Mapping[str, Any]:
         """The models by role, each with its `backend`. One model may play several roles."""
+        return {"base": self.base}
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]: ...
 
-    @abstractmethod
     async def prepare(self) -> list[str]:
         """Find out what the models can do. Returns the roles whose models do not answer now; the first request will
         ask these models again. Raises `ConfigurationError` for a model that cannot play its role.
         """
+        return []
 
     def response_headers(self, request: GenerateRequest) -> dict[str, str]:
         """Headers that tell the client which strategy answers, and whether the strategy may change the answer."""

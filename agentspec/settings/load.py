@@ -128,10 +128,9 @@ class Settings(BaseModel):
         for role, meant in strategy.models.items():
             if meant not in known:
                 raise ValueError(f"models.{name}.{role} {_names_no(meant, 'plain model and no backend', known)}")
-        for key, meant in strategy.knowledge_bases.items():
-            if meant not in self.knowledge:
-                wanted = "[knowledge.NAME] table"
-                raise ValueError(f"models.{name}.{key} {_names_no(meant, wanted, self.knowledge)}")
+        base: str | None = getattr(strategy, "knowledge", None)
+        if base is not None and base not in self.knowledge:
+            raise ValueError(f"models.{name}.knowledge {_names_no(base, '[knowledge.NAME] table', self.knowledge)}")
 
 
 def _names_no(meant: str, wanted: str, known: Collection[str]) -> str:

@@ -22,7 +22,7 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, Ratio, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.ralmspec import SearchStats, VerifiedText, ralmspec, sequential
+from agentspec.reasoning.retrieval.ralmspec import SearchStats, ralmspec, sequential
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -254,14 +254,13 @@ class RetrievalBench:
         account, began = SearchStats(), time.perf_counter()
         tokens: list[int] = []
         given: dict[str, Any] = {"backend": self.backend, "knowledge": base, "stats": account}
-        events = (
+        deltas = (
             sequential(request, **given)
             if variant == SEQUENTIAL
             else ralmspec(request, **given, measured=measured, stride=stride, asynchronous=variant != WAITING)
         )
-        async for event in events:
-            if isinstance(event, VerifiedText):
-                tokens += event.token_ids
+        async for delta in deltas:
+            tokens += delta.token_ids
         return RetrievalRun(tuple(tokens), time.perf_counter() - began, account)
 
 

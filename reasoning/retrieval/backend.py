@@ -1,4 +1,4 @@
-"""A model with retrieval as a `Backend`: turns the events of an answer into deltas and counts."""
+"""A model with retrieval as a `Backend`, which adds the counts of an answer to its last delta."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from agentspec.backends.base import Capabilities, tokenization_of
 from agentspec.errors import ConfigurationError
 from agentspec.protocol.speculation import RetrievalSpeculation
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.ralmspec import (
-    AnswerBegan,
-    AnswerEnded,
-    Event,
-    SearchStats,
-    VerifiedText,
-    ralmspec,
-    sequential,
-)
+from agentspec.reasoning.retrieval.ralmspec import SearchStats, ralmspec, sequential
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy, answers
 from agentspec.speculation.stride import StrideMeasurements
-from agentspec.types import Delta, GenerateRequest, Usage
+from agentspec.types import Delta, GenerateRequest
 
 
 @dataclass(slots=True)
@@ -48,10 +40,6 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
     def open(cls, name: str, settings: RaLMSpecSettings, dependencies: Dependencies) -> RetrievalBackend:
         return cls(name, settings, dependencies.find(settings.base), dependencies.find_knowledge(settings.knowledge))
 
-    @property
-    def roles(self) -> dict[str, ModelRef]:
-        return {"base": self.base}
-
     async def prepare(self) -> list[str]:
         """Ask the model only: a knowledge base that is down now may be up at the first request.
 
@@ -72,39 +60,14 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         Raises `KnowledgeBaseError` if the knowledge base fails, `InvalidRequestError` for request fields that a model
         with retrieval cannot honour, and what the base model raises.
         """
-        stats, tokens, parser = SearchStats(), 0, None
-        async with aclosing(self._events(request, stats)) as events:
-            async for event in events:
-                if isinstance(event, AnswerBegan):
-                    parser = None if event.reader is None else event.reader.parser()
-                    continue
-                if isinstance(event, VerifiedText):
-                    tokens += len(event.token_ids)
-                delta = self._delta(event, tokens, stats)
-                yield delta if parser is None else parser.parse(delta)
-
-    def _delta(self, event: VerifiedText | AnswerEnded, tokens: int, stats: SearchStats) -> Delta:
-        """What the client gets of an event, after `tokens` in all."""
-        if isinstance(event, VerifiedText):
-            return Delta(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
-        return Delta(
-            finish_reason=event.finish,
-            stop_reason=event.stop_reason,
-            usage=Usage(prompt_tokens=event.prompt_tokens, completion_tokens=tokens),
-            speculation=self._summary(stats),
-        )
-
-    def _events(self, request: GenerateRequest, stats: SearchStats) -> AsyncGenerator[Event]:
-        given: dict[str, Any] = {
-            "backend": self.base.backend,
-            "knowledge": self.knowledge,
-            "document_tokens": self.settings.document_tokens,
-            "stats": stats,
-        }
-        asked = replace(request, model=self.base.model)
-        if not request.speculation:
-            return sequential(asked, **given)
-        return ralmspec(asked, **given, measured=self.measured)
+        stats, asked = SearchStats(), replace(request, model=self.base.model)
+        given: dict[str, Any] = {"backend": self.base.backend, "knowledge": self.knowledge, "stats": stats}
+        given["document_tokens"] = self.settings.document_tokens
+        answer = ralmspec(asked, **given, measured=self.measured) if request.speculation else sequential(asked, **given)
+        async with aclosing(answer) as deltas:
+            async for delta in deltas:
+                ended = delta.finish_reason is not None
+                yield replace(delta, speculation=self._summary(stats)) if ended else delta
 
     def _summary(self, stats: SearchStats) -> RetrievalSpeculation:
         return RetrievalSpeculation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -209,36 +209,21 @@ class TokenGuess:
 
 @dataclass(slots=True)
 class KnnCounters:
-    """Counts of one answer: forwards, tokens `decided` without neighbours, guesses, right guesses, and seconds.
+    """The fields of an answer's `KnnSpeculation`, counted as it is made."""
 
-    `trace` lists the number of queries of each search.
-    """
-
-    forwards: int = 0
-    decided: int = 0
-    guessed: int = 0
-    right: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
     wrong: int = 0
+    decided: int = 0
     queries: int = 0
-    trace: list[int] = field(default_factory=list)
+    strides: list[int] = field(default_factory=list)
     model_seconds: float = 0.0
     guess_seconds: float = 0.0
     search_seconds: float = 0.0
 
     def summary(self) -> KnnSpeculation:
-        return KnnSpeculation(
-            drafted=self.guessed,
-            accepted=self.right,
-            steps=self.forwards,
-            wrong=self.wrong,
-            decided=self.decided,
-            queries=self.queries,
-            searches=len(self.trace),
-            strides=tuple(self.trace),
-            model_seconds=self.model_seconds,
-            guess_seconds=self.guess_seconds,
-            search_seconds=self.search_seconds,
-        )
+        return KnnSpeculation(**asdict(self) | {"strides": tuple(self.strides)}, searches=len(self.strides))
 
 
 @dataclass(slots=True)
@@ -287,7 +272,7 @@ class KnnDecoder:
     def _guess(self, steps: TorchSteps) -> TokenGuess:
         began = perf_counter()
         state = steps.advance()
-        self.counters.forwards += 1
+        self.counters.steps += 1
         prior = self.mixture.prior(state.logits)
         self.counters.model_seconds += (forwarded := perf_counter()) - began
         if self.cache is None:
@@ -331,7 +316,7 @@ class KnnDecoder:
         self.stride.searched(seconds)
         self.counters.search_seconds += seconds
         self.counters.queries += len(queries)
-        self.counters.trace.append(len(queries))
+        self.counters.strides.append(len(queries))
         return found
 
     def _count(self, pending: Sequence[TokenGuess], tokens: Sequence[int]) -> None:
@@ -339,8 +324,8 @@ class KnnDecoder:
         seen = list(zip(pending, tokens, strict=False))
         guessed = [guess.token == token for guess, token in seen if guess.token is not None and not guess.decided]
         self.counters.decided += sum(guess.decided for guess, _ in seen)
-        self.counters.guessed += sum(guess.token is not None and not guess.decided for guess in pending)
-        self.counters.right += sum(guessed)
+        self.counters.drafted += sum(guess.token is not None and not guess.decided for guess in pending)
+        self.counters.accepted += sum(guessed)
         self.counters.wrong += len(guessed) - sum(guessed)
         if guessed:
             self.stride.verified(sum(guessed), wrong=not all(guessed))
@@ -367,10 +352,6 @@ class KnnBackend(Strategy[KnnLmSettings]):
     @classmethod
     def open(cls, name: str, settings: KnnLmSettings, dependencies: Dependencies) -> KnnBackend:
         return cls(name, settings, dependencies.find(settings.base))
-
-    @property
-    def roles(self) -> dict[str, ModelRef]:
-        return {"base": self.base}
 
     async def prepare(self) -> list[str]:
         """Load the datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if the base is

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from agentspec.backends.base import Backend
 from agentspec.errors import KnowledgeBaseError
@@ -25,13 +25,10 @@ from agentspec.reasoning.retrieval.knowledge.base import (
     RetrievedDocuments,
     SearchResult,
 )
-from agentspec.reasoning.retrieval.rounds import PartialAnswer, RoundGenerator
+from agentspec.reasoning.retrieval.rounds import AnswerWriter, PartialAnswer, RoundGenerator
 from agentspec.reasoning.speculative_task import cancel_tasks
 from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StrideMeasurements, StridePlan
-from agentspec.types import FinishReason, GenerateRequest, TokenLogprob
-
-if TYPE_CHECKING:
-    from agentspec.backends.torch.text.structured_output import AnswerReader
+from agentspec.types import Delta, GenerateRequest
 
 DOCUMENT_TOKENS = 256  # most of a document that the model reads
 CACHE_BYTES = 4 << 20  # of the documents that are kept for one request
@@ -39,35 +36,6 @@ MAX_SEARCHES = 4  # verification batches at once; later guesses wait for the nex
 TRACED = 256  # most strides that the statistics keep
 FOUND = 20  # documents that each search asks for, with and without guesses: P of RaLMSpec
 SEARCH_SECONDS = 30.0  # that one search may take
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerBegan:
-    """The prompt is read. `reader` tells the thoughts and tool calls in the text that follows; None if it is plain."""
-
-    reader: AnswerReader | None
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedText:
-    """The text and tokens of a verified round; text that may be the start of a stop string is held back."""
-
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    document: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEnded:
-    """The answer is complete. `prompt_tokens` counts the tokens of the question, without documents."""
-
-    finish: FinishReason
-    prompt_tokens: int = 0
-    stop_reason: str | None = None
-
-
-Event = AnswerBegan | VerifiedText | AnswerEnded
 
 
 @dataclass(slots=True)
@@ -159,10 +127,6 @@ def shown(document: Document | None) -> tuple[str, str, str] | None:
     return None if document is None else (document.id, document.title, document.text)
 
 
-def name_of(document: Document | None) -> str | None:
-    return None if document is None else document.id
-
-
 async def sequential(
     request: GenerateRequest,
     *,
@@ -170,32 +134,25 @@ async def sequential(
     knowledge: KnowledgeBase,
     document_tokens: int = DOCUMENT_TOKENS,
     stats: SearchStats | None = None,
-) -> AsyncGenerator[Event]:
+) -> AsyncGenerator[Delta]:
     """Search, then generate a round, until the answer ends. This defines the answer. Raises as `ralmspec` does.
 
     A search asks for as many documents as speculation does: the best one of an approximate service may depend on it.
     """
     stats = stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, document_tokens)
-    yield AnswerBegan(generator.reader)
-    client = SearchClient(knowledge, stats)
-    answer, sent = await generator.begin(), 0
+    client, writer, answer = SearchClient(knowledge, stats), AnswerWriter(generator), await generator.begin()
     while not answer.over:
         query = await client.query(await generator.query(answer))
         found, seconds = await client.search([query])
-        document, generating = first(found.hits[0]), time.perf_counter()
+        began = time.perf_counter()
         stats.count_search(1, 0)
         stats.retrieve += seconds
-        before, answer = answer, await generator.generate(answer, document)
+        answer = await generator.generate(answer, first(found.hits[0]))
         stats.rounds += 1
-        stats.generate += time.perf_counter() - generating
-        text = answer.certain(generator.stops)
-        fresh = answer.token_ids[len(before.token_ids) :], answer.logprobs[len(before.logprobs) :]
-        yield VerifiedText(text[sent:], *fresh, name_of(document))
-        sent = len(text)
-    assert answer.finish is not None
-    await generator.record(answer)
-    yield AnswerEnded(answer.finish, generator.prompt.tokens, answer.stop_reason)
+        stats.generate += time.perf_counter() - began
+        yield writer.verified(answer)
+    yield await writer.ended(answer)
 
 
 async def ralmspec(
@@ -208,10 +165,10 @@ async def ralmspec(
     stats: SearchStats | None = None,
     measured: StrideMeasurements | None = None,
     asynchronous: bool = True,
-) -> AsyncGenerator[Event]:
+) -> AsyncGenerator[Delta]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
-    Text in events is always verified. The model reads up to `document_tokens` of a document. `stride` documents are
+    Every delta is a verified round. The model reads up to `document_tokens` of a document. `stride` documents are
     guessed before a verification, or as many as OS3 finds best. The call fills `stats`. `measured` holds the times of
     earlier answers of the same model and knowledge base. Unless `asynchronous`, generation waits for each verification,
     as in the paper's first form. Closing the iterator cancels generation and searches.
@@ -221,11 +178,9 @@ async def ralmspec(
     """
     stats = stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, document_tokens)
-    yield AnswerBegan(generator.reader)
-    client = SearchClient(knowledge, stats)
+    client, writer = SearchClient(knowledge, stats), AnswerWriter(generator)
     governor = StrideGovernor(measured or StrideMeasurements(), stride, asynchronous)
-    cache = RetrievedDocuments(CACHE_BYTES)
-    async with SpeculationState(generator, client, cache, governor) as state:
+    async with SpeculationState(generator, client, governor) as state:
         await state.retrieve()
         while not state.answer.over:
             state.choose_stride()
@@ -235,11 +190,10 @@ async def ralmspec(
                 await state.begin()
             state.send()
             await state.advance()
-            for text in await state.collect():
-                yield text
-        assert state.answer.finish is not None
-        await generator.record(state.answer)
-        yield AnswerEnded(state.answer.finish, generator.prompt.tokens, state.answer.stop_reason)
+            await state.collect()
+            while state.commit():
+                yield writer.verified(state.answer)
+        yield await writer.ended(state.answer)
 
 
 @dataclass(slots=True, eq=False)
@@ -247,7 +201,7 @@ class Round:
     """Tokens generated with one document. `query` is set while the document is a guess, and None once it is verified.
 
     `version` is the knowledge base's version that the document came from; `changed`: the previous round had another
-    document; `beside`: a verification ran at the same time.
+    document; `shared`: a verification ran at the same time.
     """
 
     before: PartialAnswer
@@ -255,7 +209,7 @@ class Round:
     query: Query | None
     version: str | None
     changed: bool
-    beside: bool
+    shared: bool
     began: float = field(default_factory=time.perf_counter)
     after: PartialAnswer | None = None
     seconds: float = 0.0
@@ -274,32 +228,22 @@ class VerificationBatch:
     task: asyncio.Task[tuple[SearchResult, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class TrueDocument:
-    """The document that the knowledge base named for the next round."""
-
-    document: Document | None
-
-
 class SpeculationState:
     """The state of `ralmspec`. `answer` is verified; `ahead` holds the rounds after it; the last may be running.
 
     Leaving the block cancels generation and searches.
     """
 
-    def __init__(
-        self, generator: RoundGenerator, client: SearchClient, cache: RetrievedDocuments, governor: StrideGovernor
-    ) -> None:
-        self.generator, self.client, self.cache, self.governor = generator, client, cache, governor
-        self.stats = client.stats
+    def __init__(self, generator: RoundGenerator, client: SearchClient, governor: StrideGovernor) -> None:
+        self.generator, self.client, self.governor = generator, client, governor
+        self.stats, self.cache = client.stats, RetrievedDocuments(CACHE_BYTES)
         self.answer = PartialAnswer()
         self.plan: StridePlan = SEQUENTIAL
         self.ahead: deque[Round] = deque()
-        self._true_document: TrueDocument | None = None
+        self._truth: tuple[Document | None] | None = None  # the true document of the next round, once it is known
         self._generating: asyncio.Task[PartialAnswer] | None = None
         self._searching: deque[VerificationBatch] = deque()
-        self._document: str | None = None
-        self._sent = 0
+        self._document: Document | None = None  # of the last round of `answer`
         self._kept_at = (time.perf_counter(), 0.0)
 
     async def __aenter__(self) -> SpeculationState:
@@ -318,20 +262,20 @@ class SpeculationState:
 
     def choose_stride(self) -> None:
         """Choose how many documents to guess, whenever a new round could begin."""
-        if self._generating is None and self._true_document is None and not self.speculative_end.over:
+        if self._generating is None and self._truth is None and not self.speculative_end.over:
             self.plan = self.governor.choose()
 
     @property
     def must_retrieve(self) -> bool:
         """Whether the next round has to wait for a search."""
-        return self._true_document is None and not self.ahead and not self.plan.stride
+        return self._truth is None and not self.ahead and not self.plan.stride
 
     @property
     def may_begin(self) -> bool:
         """Whether a round may begin, with the true document or with a guess."""
         if self._generating is not None or len(self.ahead) >= MOST or self.speculative_end.over:
             return False
-        if self._true_document is not None or self.plan.asynchronous:
+        if self._truth is not None or self.plan.asynchronous:
             return True
         return not self._searching and len(self._unsent()) < self.plan.stride
 
@@ -343,24 +287,26 @@ class SpeculationState:
         self.governor.measured.retrieved(seconds, alone=True)
         self.stats.count_search(1, 0)
         self.stats.retrieve += seconds
-        self._true_document = TrueDocument(first(found.hits[0]))
+        truth = first(found.hits[0])
+        self._truth = (truth,)
         if guess is not None:
-            right = guess.document.id == name_of(self._true_document.document) and found.version == self.cache.version
+            right = shown(guess.document) == shown(truth) and found.version == self.cache.version
             self.governor.verified(int(right), wrong=not right)
             self.stats.count_guesses(int(right), wrong=not right)
         self.cache.add(found.version, found.hits)
 
     async def begin(self) -> None:
         """Begin a round with the true document if it is known, else with the best document in the cache."""
-        end, truth, self._true_document = self.speculative_end, self._true_document, None
-        query = None
+        end, query, truth, self._truth = self.speculative_end, None, self._truth, None
         if truth is None:
             query = await self.client.query(await self.generator.query(end))
             hit = self.cache.best(query, self.client.base.metric)
-            truth = TrueDocument(None if hit is None else hit.document)
-        changed = name_of(truth.document) != (name_of(self.ahead[-1].document) if self.ahead else self._document)
-        self.ahead.append(Round(end, truth.document, query, self.cache.version, changed, bool(self._searching)))
-        self._generating = asyncio.create_task(self.generator.generate(end, truth.document))
+            truth = (None if hit is None else hit.document,)
+        (document,) = truth
+        before = self.ahead[-1].document if self.ahead else self._document
+        changed = shown(document) != shown(before)
+        self.ahead.append(Round(end, document, query, self.cache.version, changed, bool(self._searching)))
+        self._generating = asyncio.create_task(self.generator.generate(end, document))
 
     def send(self) -> None:
         """Send all unsent guesses for verification in one batch, once there are as many as the stride.
@@ -377,7 +323,7 @@ class SpeculationState:
     def _send(self, rounds: list[Round]) -> None:
         for round in rounds:
             round.sent = True
-        self.ahead[-1].beside = True
+        self.ahead[-1].shared = True
         queries = [round.query for round in rounds if round.query is not None]
         task = asyncio.create_task(self.client.search(queries))
         self._searching.append(VerificationBatch(rounds, task))
@@ -390,12 +336,11 @@ class SpeculationState:
         if self._generating is None:
             self.stats.verify += time.perf_counter() - began
 
-    async def collect(self) -> list[VerifiedText]:
-        """Take finished results, verify rounds or roll them back, and return the text that is verified now."""
+    async def collect(self) -> None:
+        """Take finished results, and verify rounds or roll them back."""
         self._take_round()
         while self._searching and self._searching[0].task.done():
             await self._compare(self._searching.popleft())
-        return list(self._commit())
 
     def _take_round(self) -> None:
         """Store the running round's result if it has finished. Raises what its backend raised."""
@@ -404,7 +349,7 @@ class SpeculationState:
         task, self._generating = self._generating, None
         round = self.ahead[-1]
         round.after, round.seconds = task.result(), time.perf_counter() - round.began
-        self.governor.measured.generated(round.seconds, changed=round.changed, alone=not round.beside)
+        self.governor.measured.generated(round.seconds, changed=round.changed, alone=not round.shared)
 
     async def _compare(self, batch: VerificationBatch) -> None:
         """Compare guesses with found documents; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
@@ -438,25 +383,22 @@ class SpeculationState:
         self.stats.rolled_back += sum(round.seconds for round in dropped)
         self.stats.dropped_rounds += len(dropped)
         self.stats.dropped_tokens += sum(round.tokens for round in dropped)
-        self._true_document = TrueDocument(truth)
+        self._truth = (truth,)
 
-    def _commit(self) -> Iterator[VerifiedText]:
-        """Move finished and verified rounds from the front of `ahead` into the answer."""
-        while self.ahead and self.ahead[0].query is None and self.ahead[0].after is not None:
-            round = self.ahead.popleft()
-            assert round.after is not None
-            before, self.answer, self._document = round.before, round.after, name_of(round.document)
-            self.stats.rounds += 1
-            self.stats.generate += round.seconds
-            self.stats.guessed_tokens += round.tokens if round.sent else 0
-            self._observe_time(round)
-            text = self.answer.certain(self.generator.stops)
-            fresh = self.answer.token_ids[len(before.token_ids) :], self.answer.logprobs[len(before.logprobs) :]
-            yield VerifiedText(text[self._sent :], *fresh, name_of(round.document))
-            self._sent = len(text)
+    def commit(self) -> bool:
+        """Move a finished and verified round from the front of `ahead` into the answer; False if there is none."""
+        if not self.ahead or self.ahead[0].query is not None or self.ahead[0].after is None:
+            return False
+        round = self.ahead.popleft()
+        self.answer, self._document = round.after or self.answer, round.document
+        self.stats.rounds += 1
+        self.stats.generate += round.seconds
+        self.stats.guessed_tokens += round.tokens if round.sent else 0
+        self._observe_time(round)
+        return True
 
     def _observe_time(self, round: Round) -> None:
-        """Tell the governor how long a kept round took, without the time for queries, which are needed in any case."""
+        """Record how long a verified round took, without the time for queries, which are needed in any case."""
         (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
         self._kept_at = now
         if self.plan.stride:

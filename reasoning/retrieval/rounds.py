@@ -7,14 +7,14 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
 from agentspec.backends.chat_templates import escape_markers, plain
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
-from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob
+from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
@@ -126,20 +126,6 @@ async def _of_text(request: GenerateRequest, tokenization: Tokenization) -> tupl
     return begin, ids[len(begin) :] if request.text is None else ids
 
 
-class Detokenizes(Protocol):
-    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOutput:
-    """The tokens that one round generated, with the backend's text and finish reason."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish: FinishReason
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
     """An answer that grows round by round; the same rounds always give the same text.
@@ -157,7 +143,7 @@ class PartialAnswer:
     stop_reason: str | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], tokenization: Detokenizes) -> PartialAnswer:
+    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
         """An empty answer to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
@@ -171,7 +157,7 @@ class PartialAnswer:
         return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
 
     async def extended(
-        self, output: RoundOutput, tokenization: Detokenizes, limit: int, stops: Sequence[str] = ()
+        self, output: Delta, tokenization: Tokenization | WholeAnswer, limit: int, stops: Sequence[str] = ()
     ) -> PartialAnswer:
         """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
@@ -180,17 +166,17 @@ class PartialAnswer:
         certain = scanner.feed(spelled.text)
         if scanner.stopped:
             return replace(spelled, text=certain, finish="stop", stop_reason=scanner.matched)
-        if output.finish not in ("stop", "length"):
-            return replace(await spelled.flushed(tokenization), finish=output.finish)
-        if output.finish == "stop" or not output.token_ids:
+        if output.finish_reason not in ("stop", "length"):
+            return replace(await spelled.flushed(tokenization), finish=output.finish_reason)
+        if output.finish_reason == "stop" or not output.token_ids:
             shorter = await (await grown.spelled(output.token_ids[:-1], tokenization)).flushed(tokenization)
             silent = shorter.text == self.text + output.text or await _ends_silently(output, tokenization)
-            return replace(shorter if silent else await spelled.flushed(tokenization), finish=output.finish)
+            return replace(shorter if silent else await spelled.flushed(tokenization), finish=output.finish_reason)
         if len(grown.token_ids) >= limit:
             return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
 
-    async def spelled(self, token_ids: tuple[int, ...], tokenization: Detokenizes) -> PartialAnswer:
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
         """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
         if not token_ids:
             return self
@@ -203,13 +189,13 @@ class PartialAnswer:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def flushed(self, tokenization: Detokenizes) -> PartialAnswer:
+    async def flushed(self, tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
         """The answer with the bytes that were held back, even if they form no whole character."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
 
 
-async def _ends_silently(output: RoundOutput, tokenization: Detokenizes) -> bool:
+async def _ends_silently(output: Delta, tokenization: Tokenization | WholeAnswer) -> bool:
     """Whether the last token ended the answer and is not part of its text, by the end of the text alone."""
     if not output.token_ids:
         return False
@@ -255,12 +241,7 @@ class RoundGenerator:
         return self.request.sampling.stop
 
     @property
-    def reader(self) -> AnswerReader | None:
-        """How to read the answer; None for one that is plain text."""
-        return None if self.whole is None else self.whole.reader
-
-    @property
-    def _spelling(self) -> Detokenizes:
+    def _spelling(self) -> Tokenization | WholeAnswer:
         return self.tokenization if self.whole is None else self.whole
 
     async def begin(self) -> PartialAnswer:
@@ -305,7 +286,8 @@ class RoundGenerator:
             await self.backend.record(request, answer.token_ids)
 
 
-async def _read(answer: AsyncIterator[Delta]) -> RoundOutput:
+async def _read(answer: AsyncIterator[Delta]) -> Delta:
+    """All deltas of a round as one."""
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     text = ""
@@ -315,7 +297,7 @@ async def _read(answer: AsyncIterator[Delta]) -> RoundOutput:
             ids += delta.token_ids
             logprobs += delta.logprobs
             text, finish = text + _text_of(delta), delta.finish_reason or finish
-    return RoundOutput(tuple(ids), text, finish, tuple(logprobs))
+    return Delta(text, tuple(ids), finish_reason=finish, logprobs=tuple(logprobs))
 
 
 def _text_of(delta: Delta) -> str:
@@ -400,3 +382,29 @@ def _sampled(request: GenerateRequest, name: str) -> bool:
 
 def _asked(extra: Mapping[str, Any], name: str) -> bool:
     return extra.get(name) not in (None, [], (), {}, getattr(_DEFAULTS, name, None))
+
+
+class AnswerWriter:
+    """Makes the deltas of an answer whose rounds are verified, with thoughts and tool calls apart from the text."""
+
+    def __init__(self, generator: RoundGenerator) -> None:
+        self._generator = generator
+        self._parser = None if generator.whole is None else generator.whole.reader.parser()
+        self._before, self._sent = PartialAnswer(), 0
+
+    def verified(self, answer: PartialAnswer) -> Delta:
+        """What one more round adds; text that may be the start of a stop string is held back."""
+        before, self._before = self._before, answer
+        text, start = answer.certain(self._generator.stops), self._sent
+        self._sent = len(text)
+        ids, logprobs = answer.token_ids[len(before.token_ids) :], answer.logprobs[len(before.logprobs) :]
+        return self._parsed(Delta(text[start:], ids, logprobs=logprobs))
+
+    async def ended(self, answer: PartialAnswer) -> Delta:
+        """The last delta. `prompt_tokens` counts the question without documents."""
+        await self._generator.record(answer)
+        usage = Usage(self._generator.prompt.tokens, len(answer.token_ids))
+        return self._parsed(Delta(finish_reason=answer.finish, stop_reason=answer.stop_reason, usage=usage))
+
+    def _parsed(self, delta: Delta) -> Delta:
+        return delta if self._parser is None else self._parser.parse(delta)

@@ -1,29 +1,41 @@
-"""KNN-LM says the same with speculation and without, and what a plain reading of the paper says."""
+"""KNN-LM says the same with speculation and without, as a plain reading of the paper does; its search is exact."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agentspec.backends.base import AddsHeaders
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, NotReadyError
 from agentspec.protocol.speculation import KnnSpeculation
-from agentspec.reasoning.retrieval.datastore import build
-from agentspec.reasoning.retrieval.knn_lm import KnnBackend, KnnStride, Mixture
+from agentspec.reasoning.retrieval.datastore import Datastore, DatastoreManifest, build
+from agentspec.reasoning.retrieval.knn_lm import (
+    CACHED,
+    PREFETCH,
+    DatastoreSearch,
+    KnnBackend,
+    KnnStride,
+    Mixture,
+    NeighbourCache,
+    Neighbours,
+)
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.speculation.stride import MOST, expected
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -52,19 +64,6 @@ async def folder(backend: TorchBackend, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-@pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Takes a stride that does not adapt, and asks for every token unless told otherwise."""
-
-    def fix(stride: int | None = None, *, bound: bool = True) -> None:
-        if stride is not None:
-            monkeypatch.setattr(KnnStride, "choose", lambda self: stride)
-        if not bound:
-            monkeypatch.setattr(Mixture, "decided", lambda self, prior: None)
-
-    return fix
-
-
 async def opened(backend: TorchBackend, folder: Path, **knobs: Any) -> KnnBackend:
     settings = KnnLmSettings(base="tiny", datastore=folder, **(SOFT | knobs))
     model = KnnBackend("knn", settings, ModelRef(backend, "tiny"))
@@ -91,56 +90,40 @@ def sampled(number: int) -> SamplingParams:
     return SamplingParams(temperature=(0.7, 1.0, 1.3)[number % 3], top_p=0.95, seed=number, max_tokens=12)
 
 
-Alone = Callable[[str, int], Awaitable[tuple[list[int], str]]]
+async def same(model: KnnBackend, prompt: str, sampling: SamplingParams) -> KnnSpeculation:
+    """Require the answer of sequential KNN-LM, which searches for each token, and return the figures."""
+    on, off = [await answer(model, asked(prompt, sampling, speculation=speculation)) for speculation in (True, False)]
+    assert on[:2] == off[:2] and on[2].finish_reason == off[2].finish_reason and on[2].usage == off[2].usage
+    assert isinstance(on[2].speculation, KnnSpeculation)
+    return on[2].speculation
 
 
-@pytest.fixture(scope="module")
-async def alone(backend: TorchBackend, folder: Path) -> Alone:
-    """What sequential KNN-LM answers, greedily (-1) or by seed."""
-    model = await opened(backend, folder)
-    found: dict[tuple[str, int], tuple[list[int], str]] = {}
-
-    async def answered(prompt: str, seed: int) -> tuple[list[int], str]:
-        if (prompt, seed) not in found:
-            sampling = GREEDY if seed < 0 else sampled(seed)
-            found[prompt, seed] = (await answer(model, asked(prompt, sampling, speculation=False)))[:2]
-        return found[prompt, seed]
-
-    return answered
+PROCESSORS = [
+    SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.8, repetition_penalty=1.1),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=20, presence_penalty=0.5, min_tokens=5),
+    SamplingParams(temperature=0, max_tokens=20, logit_bias={104: 3.0}, bad_words=("fi",)),
+    SamplingParams(temperature=0, max_tokens=30, stop=("e",)),
+]
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(PROMPTS, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("stride", "bound"),
-    [
-        (None, True),
-        (4, False),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [(1, True), (2, True), (3, True), (5, True), (8, True), (None, False)]
-        ),
-    ],
-)
+@pytest.mark.parametrize("stride", [None, 4, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2, 3, 5, 8))])
 async def test_speculation_changes_no_byte(
-    backend: TorchBackend,
-    folder: Path,
-    alone: Alone,
-    fixed: Callable[..., None],
-    stride: int | None,
-    bound: bool,
-    count: int,
+    backend: TorchBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, stride: int | None, count: int
 ) -> None:
-    fixed(stride, bound=bound)
+    if stride is not None:  # else it follows from the times that were measured
+        monkeypatch.setattr(KnnStride, "choose", lambda self: stride)
     model = await opened(backend, folder)
-    drafted = accepted = 0
+    figures = list[KnnSpeculation]()
     for number, prompt in enumerate(prompts()[:count]):
-        for seed, sampling in ((-1, GREEDY), (number, sampled(number))):
-            tokens, text, last = await answer(model, asked(prompt, sampling))
-            assert (tokens, text) == await alone(prompt, seed)
-            assert isinstance(last.speculation, KnnSpeculation)
-            drafted += last.speculation.drafted
-            accepted += last.speculation.accepted
+        for sampling in (GREEDY, sampled(number), PROCESSORS[number % 4]):
+            figures.append(await same(model, prompt, sampling))
+    drafted, accepted = sum(one.drafted for one in figures), sum(one.accepted for one in figures)
     assert 0 < accepted < drafted  # guesses were right and wrong
+    assert all(one.strides[0] == 1 for one in figures if one.strides)  # nothing to guess from yet
+    if stride == 4:
+        assert sum(one.searches for one in figures) < sum(one.queries for one in figures)
+        assert max(max(one.strides, default=0) for one in figures) <= 4
 
 
 async def test_sequential_answers_are_those_of_the_paper(backend: TorchBackend, folder: Path, tiny_model: Path) -> None:
@@ -173,79 +156,32 @@ def plain_knn_lm(module: Any, text: Sequence[int], keys: Any, values: Any) -> in
     return int((SOFT["weight"] * p_knn + (1 - SOFT["weight"]) * p_lm).argmax())
 
 
-async def test_batches_save_searches(backend: TorchBackend, folder: Path, fixed: Callable[..., None]) -> None:
-    fixed(4, bound=False)
-    model = await opened(backend, folder)
-    _, _, last = await answer(model, asked("red green blue", SamplingParams(temperature=0, max_tokens=60)))
-    done = last.speculation
-    assert isinstance(done, KnnSpeculation)
-    assert done.strides[0] == 1  # nothing to guess from yet
-    assert max(done.strides) <= 4 and done.searches < done.queries
-    assert done.steps < 60 * 2
+async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Path) -> None:
+    model = await opened(backend, folder, weight=0.01)
+    done = await same(model, "red green blue", SamplingParams(temperature=0, max_tokens=24))
+    assert done.decided > 0 and done.queries < 24
 
 
-async def test_decided_tokens_ask_for_nothing(backend: TorchBackend, folder: Path, fixed: Callable[..., None]) -> None:
-    request = asked("red green blue", SamplingParams(temperature=0, max_tokens=24))
-    with_bound, _, done = await answer(await opened(backend, folder, weight=0.01), request)
-    fixed(bound=False)
-    without, _, all_asked = await answer(await opened(backend, folder, weight=0.01), request)
-    assert with_bound == without
-    assert isinstance(done.speculation, KnnSpeculation) and isinstance(all_asked.speculation, KnnSpeculation)
-    assert done.speculation.decided > 0 and all_asked.speculation.decided == 0
-    assert done.speculation.queries < all_asked.speculation.queries
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.8, repetition_penalty=1.1),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=20, presence_penalty=0.5, min_tokens=5),
-        SamplingParams(temperature=0, max_tokens=20, logit_bias={104: 3.0}, bad_words=("fi",)),
-        SamplingParams(temperature=0, max_tokens=30, stop=("e",)),
-    ],
-)
-async def test_processors_see_the_drafted_history(
-    backend: TorchBackend, folder: Path, sampling: SamplingParams, fixed: Callable[..., None]
-) -> None:
-    fixed(4)
-    model = await opened(backend, folder)
-    for prompt in prompts()[:2]:
-        off = await answer(model, asked(prompt, sampling, speculation=False))
-        on = await answer(model, asked(prompt, sampling))
-        assert on[:2] == off[:2] and on[2].finish_reason == off[2].finish_reason and on[2].usage == off[2].usage
-
-
-async def test_answers_beside_ordinary_requests(backend: TorchBackend, folder: Path, alone: Alone) -> None:
-    model = await opened(backend, folder)
+async def test_long_prompts_are_read_in_chunks_and_ordinary_requests_go_on(backend: TorchBackend, folder: Path) -> None:
+    model, prompt = await opened(backend, folder), " ".join(WORDS * 15)
     ordinary = asked("a request of another kind", SamplingParams(temperature=0, max_tokens=20))
     expected = (await answer(backend, ordinary))[0]
-    some = prompts()[:3]
-    results = await asyncio.gather(
-        answer(backend, ordinary), *(answer(model, asked(prompt, GREEDY)) for prompt in some), answer(backend, ordinary)
-    )
-    assert results[0][0] == results[-1][0] == expected
-    assert [result[:2] for result in results[1:-1]] == [await alone(prompt, -1) for prompt in some]
+    _, *others = await asyncio.gather(same(model, prompt, GREEDY), *(answer(backend, ordinary) for _ in range(2)))
+    assert [other[0] for other in others] == [expected] * 2
+    last = (await answer(model, asked(prompt, GREEDY)))[2]
+    assert last.usage is not None and last.usage.prompt_tokens == len(backend.encode(prompt)) > 600
 
 
 async def test_a_closed_iterator_ends_the_work(backend: TorchBackend, folder: Path) -> None:
     model = await opened(backend, folder)
     async with aclosing(model.generate(asked("red", SamplingParams(temperature=0, max_tokens=1000)))) as deltas:
         await anext(deltas)
-    steps: list[int] = []
-    session = await backend.open_steps(asked("red", GREEDY))
-    task = asyncio.create_task(session.run(lambda each: steps.append(len(each.tokens))))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    async with aclosing(model.generate(asked("red", SamplingParams(temperature=0, max_tokens=1000)))) as deltas:
+        reading = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
     assert (await answer(model, asked("red", GREEDY)))[0]
-
-
-async def test_long_prompts_are_read_in_chunks(backend: TorchBackend, folder: Path) -> None:
-    model = await opened(backend, folder)
-    prompt = " ".join(WORDS * 15)
-    off, _, last = await answer(model, asked(prompt, GREEDY, speculation=False))
-    assert (await answer(model, asked(prompt, GREEDY)))[0] == off
-    assert last.usage is not None and last.usage.prompt_tokens == len(backend.encode(prompt)) > 600
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("logprobs", True)])
@@ -262,21 +198,15 @@ def settings_of(model: Path, store: Path) -> Settings:
     return Settings(backends=backends, models=models)  # type: ignore[arg-type]
 
 
-async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, folder: Path) -> None:
+async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
     async with Runtime(settings_of(tiny_model, folder)) as runtime:
-        messages = [{"role": "user", "content": "The river"}]
-        request = GenerateRequest("facts", messages=messages, sampling=SamplingParams(temperature=0, max_tokens=20))
-        opened = runtime.route("facts").backend
-        _, text, last = await answer(opened, request)  # type: ignore[arg-type]
+        request = GenerateRequest("facts", messages=[{"role": "user", "content": "The river"}], sampling=GREEDY)
+        opened: Any = runtime.route("facts").backend
+        _, text, last = await answer(opened, request)
         took = last.speculation
-        assert text and isinstance(took, KnnSpeculation) and took.strategy == "knnlm" and took.steps >= 20
-        assert opened.capabilities.token_ids and not opened.capabilities.logprobs
-        assert isinstance(opened, AddsHeaders)
+        assert text and isinstance(took, KnnSpeculation) and took.strategy == "knnlm" and took.steps >= 12
         headers = opened.response_headers(request)
         assert headers == {"x-agentspec-lossless": "knnlm; neighbours=16; weight=0.25; temperature=20.0"}
-
-
-async def test_a_datastore_that_is_not_there_is_a_configuration_error(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"models\.facts: .* holds no datastore"):
         Runtime(settings_of(tiny_model, tmp_path)).start()
 
@@ -287,3 +217,106 @@ async def test_the_base_must_be_local(tmp_path: Path) -> None:
         await strategy.prepare()
     with pytest.raises(NotReadyError):
         await anext(strategy.generate(GenerateRequest("facts", text="x")))
+
+
+# Search over datastores made to be hard: ties, copies, fewer entries than asked for, one query or many.
+
+
+def store_of(keys: Any) -> Datastore:
+    keys = np.asarray(keys, np.float16)
+    manifest = DatastoreManifest("m", "f", "c", keys.shape[1], 1, len(keys), True)
+    return Datastore(manifest, keys, np.arange(len(keys), dtype=np.int32) % 7)
+
+
+@pytest.fixture
+def search_of(backend: TorchBackend) -> Callable[[Any], DatastoreSearch]:
+    def search(keys: Any) -> DatastoreSearch:
+        store = store_of(keys)
+        return DatastoreSearch(store, asyncio.run(backend.open_scan(store.keys)))
+
+    return search
+
+
+def oracle(keys: Any, query: Any, count: int) -> list[int]:
+    """By distance in exact arithmetic of Python's, then entry."""
+
+    def distance(key: Any) -> Fraction:
+        pairs = zip(key, query, strict=True)
+        return sum(((Fraction(float(a)) - Fraction(float(b))) ** 2 for a, b in pairs), Fraction())
+
+    return sorted(range(len(keys)), key=lambda entry: (distance(keys[entry]), entry))[:count]
+
+
+@st.composite
+def hard_keys(draw: st.DrawFn) -> Any:
+    """A few different vectors, many copies, on a coarse grid so that different ones are equally far too."""
+    width = draw(st.integers(1, 9))
+    grid = st.lists(st.integers(-3, 3), min_size=width, max_size=width)
+    kinds = draw(st.lists(grid, min_size=1, max_size=6))
+    picks = draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=40))
+    return np.array([kinds[pick] for pick in picks], np.float16) * np.float16(draw(st.sampled_from([0.25, 1.0, 60.0])))
+
+
+@given(keys=hard_keys(), data=st.data())
+def test_ties_go_to_the_smaller_entry(search_of: Any, keys: Any, data: st.DataObject) -> None:
+    wide = st.lists(st.integers(-3, 3), min_size=keys.shape[1], max_size=keys.shape[1])
+    queries = np.array(data.draw(st.lists(wide, min_size=3, max_size=3)), np.float32)
+    count = data.draw(st.integers(1, 60))
+    for query, found in zip(queries, search_of(keys).search(queries, count), strict=True):
+        assert found.entries.tolist() == oracle(keys, query, count)
+        assert found.tokens.tolist() == [entry % 7 for entry in found.entries]
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_a_batch_finds_what_single_queries_find(search_of: Any, offset: float) -> None:
+    dice = np.random.default_rng(1)
+    keys = (dice.standard_normal((20_000, 48)) + offset).astype(np.float16)
+    keys[5_000:6_000] = keys[:1_000]
+    datastore, near = search_of(keys), keys[dice.integers(len(keys), size=16)].astype(np.float32)
+    queries = (near + dice.standard_normal(near.shape) * 0.01).astype(np.float32)
+    for query, found in zip(queries, datastore.search(queries, 12), strict=True):
+        (single,) = datastore.search(query[None], 12)
+        assert single.entries.tolist() == found.entries.tolist()
+        assert single.distances.tobytes() == found.distances.tobytes()
+        distances = np.square(keys.astype(np.float64) - query).sum(1)
+        assert found.entries.tolist() == np.argsort(distances, kind="stable")[:12].tolist()
+
+
+def test_the_cache_holds_what_was_found_and_what_follows_up_to_its_size() -> None:
+    store = store_of(np.arange(40)[:, None])
+    cache = NeighbourCache(store)
+    cache.add([Neighbours(np.array([10, 39]), np.zeros(2), store.values[[10, 39]])])
+    assert len(cache) == PREFETCH + 2  # 10, those after it and the last one
+    found = cache.search(np.array([11.2], np.float32), 3)
+    assert found.entries.tolist() == [11, 12, 10]
+    assert np.allclose(found.distances, [0.04, 0.64, 1.44], atol=1e-5)
+    wide, count = store_of(np.zeros((3 * CACHED, 1))), CACHED // 4
+    cache = NeighbourCache(wide)
+    for first in range(0, 2 * CACHED, count):
+        cache.add([Neighbours(np.arange(first, first + count), np.zeros(count), wide.values[first : first + count])])
+    entries = cache.search(np.array([0.0], np.float32), CACHED).entries
+    assert len(cache) == CACHED and entries.min() >= CACHED  # the oldest are gone
+
+
+@given(data=st.data())
+def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject) -> None:
+    logits = np.array(data.draw(st.lists(st.floats(-20, 20, width=32), min_size=7, max_size=7)), np.float32)
+    mixture = Mixture(data.draw(st.floats(0.01, 0.99)), data.draw(st.floats(0.1, 50)))
+    tokens = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
+    distances = np.sort(np.array([data.draw(st.floats(0, 1e4)) for _ in tokens]))
+    prior = mixture.prior(logits)
+    scores = mixture.scores(prior, Neighbours(np.arange(len(tokens)), distances, np.array(tokens, np.int32)))
+    assert np.exp(scores.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
+    assert mixture.decided(prior) in (None, int(scores.argmax()))
+
+
+@pytest.mark.parametrize(("guess", "search", "gamma"), [(1, 1, 0.5), (1, 5, 0.8), (2, 1, 0.9)])
+def test_the_stride_is_the_best_of_all_and_begins_with_one(guess: float, search: float, gamma: float) -> None:
+    stride = KnnStride()
+    stride.guessed(guess)
+    assert stride.choose() == 1
+    stride.searched(search)
+    for _ in range(8):
+        stride.verified(round(10 * gamma / (1 - gamma)), wrong=True)
+    rates = [expected(s, stride.gamma) / (s * guess + search) for s in range(1, MOST + 1)]
+    assert rates[stride.choose() - 1] == max(rates)

@@ -8,7 +8,6 @@ import re
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from agentspec import ralmspec
 from agentspec.backends.base import Capabilities
 from agentspec.errors import ContextLengthError, InvalidRequestError, KnowledgeBaseError
-from agentspec.reasoning.retrieval import ralmspec as ralmspec_module
-from agentspec.reasoning.retrieval import rounds
+from agentspec.protocol.speculation import RetrievalSpeculation
+from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, ranked
-from agentspec.reasoning.retrieval.ralmspec import AnswerEnded, Event, SearchStats, VerifiedText, ralmspec, sequential
+from agentspec.reasoning.retrieval.rounds import PartialAnswer
+from agentspec.reasoning.settings import RaLMSpecSettings
+from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
 
@@ -150,26 +152,23 @@ def asking(number: int = 0, **sampling: object) -> GenerateRequest:
     return GenerateRequest("m", text="Why" + "".join(draw.choices(WORDS, k=9)), sampling=given)
 
 
-@dataclass
-class Outcome:
-    events: list[Event]
-    stats: SearchStats
-
-    @property
-    def answer(self) -> tuple[str, tuple[int, ...], str]:
-        said = [event for event in self.events if isinstance(event, VerifiedText)]
-        ended = self.events[-1]
-        assert isinstance(ended, AnswerEnded)
-        return "".join(s.text for s in said), tuple(i for s in said for i in s.token_ids), ended.finish
-
-    @property
-    def documents(self) -> list[str | None]:
-        return [event.document for event in self.events if isinstance(event, VerifiedText)]
+Answer = tuple[str, tuple[int, ...], str | None]
 
 
-async def outcome(run: Callable[..., AsyncGenerator[Event]], request: GenerateRequest, **options: object) -> Outcome:
-    stats = SearchStats()
-    return Outcome([event async for event in run(request, stats=stats, **options)], stats)
+async def answer_of(deltas: AsyncGenerator[Delta]) -> Answer:
+    """The text, the tokens and the finish of an answer."""
+    found = [delta async for delta in deltas]
+    tokens = tuple(token for delta in found for token in delta.token_ids)
+    return "".join(delta.text for delta in found), tokens, found[-1].finish_reason
+
+
+def strategy(model: Any, knowledge: Any, **knobs: Any) -> RetrievalBackend:
+    settings = RaLMSpecSettings(base="m", knowledge="k", **knobs)
+    return RetrievalBackend("reader", settings, ModelRef(model, "m"), knowledge)
+
+
+async def sequentially(request: GenerateRequest, model: Any, knowledge: Any, **knobs: Any) -> Answer:
+    return await answer_of(strategy(model, knowledge, **knobs).generate(replace(request, speculation=False)))
 
 
 @given(data=st.data())
@@ -184,22 +183,22 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
     document_tokens = data.draw(st.integers(1, 20))
     guessing = {"stride": data.draw(st.sampled_from(["os3", 1, 2, 5, 16])), "asynchronous": data.draw(st.booleans())}
     lengths = {"ROUND_TOKENS": data.draw(st.integers(1, 6)), "QUERY_TOKENS": data.draw(st.integers(1, 20))}
-    kept, sought = data.draw(st.sampled_from([0, 2000, 1 << 20])), data.draw(st.integers(1, 8))
+    cached, sought = data.draw(st.sampled_from([0, 2000, 1 << 20])), data.draw(st.integers(1, 8))
     stop = data.draw(st.sampled_from([(), ("日",), (" ra", "éé"), ("x su", "xyz")]))
     request = asking(data.draw(st.integers(0, 99)), max_tokens=data.draw(st.integers(1, 20)), stop=stop)
     model = HashedModel(latency=delays[1])
 
     async def both() -> None:
         given = {"backend": model, "knowledge": knowledge, "document_tokens": document_tokens}
-        found = await outcome(ralmspec, request, **given, **guessing)
-        plain = await outcome(sequential, request, **given)
-        assert found.answer == plain.answer and found.documents == plain.documents
-        assert not any(mark in found.answer[0] for mark in stop)
+        found = await answer_of(ralmspec(request, **given, **guessing))
+        assert found == await sequentially(request, model, knowledge, document_tokens=document_tokens)
+        assert not any(mark in found[0] for mark in stop)
+        assert stop or found[0] == await model.detokenize(found[1])
         assert knowledge.active == model.active == 0
 
-    with (
-        patch.multiple(rounds, **lengths),
-        patch.multiple(ralmspec_module, FOUND=sought, CACHE_BYTES=kept),
+    with (  # the published lengths are constants: with those alone short answers would have one round
+        patch.multiple("agentspec.reasoning.retrieval.rounds", **lengths),
+        patch.multiple("agentspec.reasoning.retrieval.ralmspec", FOUND=sought, CACHE_BYTES=cached),
     ):
         asyncio.run(both())
 
@@ -227,42 +226,31 @@ class Approximate(FakeKnowledge):
 async def test_a_service_that_finds_by_its_own_rules_gives_equal_answers(knowledge: FakeKnowledge) -> None:
     """Another passage of the same document is another document, and the best one may depend on the count."""
     for n in range(5):
-        given = {"backend": HashedModel(), "knowledge": knowledge}
-        found = await outcome(ralmspec, asking(n), **given, stride=3)
-        plain = await outcome(sequential, asking(n), **given)
-        assert found.answer == plain.answer
-
-
-async def test_text_is_that_of_all_its_tokens_and_is_never_taken_back() -> None:
-    model = HashedModel(ends=10**9)
-    found = await outcome(ralmspec, asking(max_tokens=40), backend=model, knowledge=FakeKnowledge(corpus(9)))
-    text, ids, finish = found.answer
-    assert text == await model.detokenize(ids) and finish == "length" and len(ids) == 40
+        found = await answer_of(ralmspec(asking(n), backend=HashedModel(), knowledge=knowledge, stride=3))
+        assert found == await sequentially(asking(n), HashedModel(), knowledge)
 
 
 async def test_a_batch_asks_for_a_whole_stride() -> None:
-    one = [Document("only", " ran lot")]
-    knowledge, model = FakeKnowledge(one), HashedModel(ends=10**9)
-    given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "stride": 3}
-    found = await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=False)
-    assert knowledge.searches == [1, 3, 3, 3] and found.stats.hit_rate == 1.0 and found.stats.strides == [0, 3, 3, 3]
+    knowledge = FakeKnowledge([Document("only", " ran lot")])
+    given: dict[str, Any] = {"backend": HashedModel(ends=10**9), "knowledge": knowledge, "stride": 3}
+    await answer_of(ralmspec(asking(max_tokens=40), **given, asynchronous=False))
+    assert knowledge.searches == [1, 3, 3, 3]
 
 
-async def test_verification_runs_beside_the_rounds_that_follow() -> None:
-    one, beside = [Document("only", " ran lot")], {}
+def test_verification_runs_with_the_rounds_that_follow(in_virtual_time: Any) -> None:
+    one, together = [Document("only", " ran lot")], {}
     for asynchronous in (False, True):
-        model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(one, latency=0.06)
-        searching, generate = list[int](), model.generate
+        knowledge, searching = FakeKnowledge(one, latency=0.06), list[int]()
 
-        def watched(request: GenerateRequest) -> AsyncGenerator[Delta]:
-            searching.append(knowledge.active)  # noqa: B023
-            return generate(request)  # noqa: B023
+        class Watched(HashedModel):
+            def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+                searching.append(knowledge.active)  # noqa: B023
+                return super().generate(request)
 
-        model.generate = watched  # type: ignore[method-assign]
-        given: dict[str, Any] = {"backend": model, "knowledge": knowledge, "stride": 1}
-        await outcome(ralmspec, asking(max_tokens=40), **given, asynchronous=asynchronous)
-        beside[asynchronous] = sum(searching)
-    assert beside[True] > 3 and beside[False] == 0
+        given: dict[str, Any] = {"backend": Watched(latency=0.02, ends=10**9), "knowledge": knowledge, "stride": 1}
+        in_virtual_time(answer_of(ralmspec(asking(max_tokens=40), **given, asynchronous=asynchronous)))
+        together[asynchronous] = sum(searching)
+    assert together[True] > 3 and together[False] == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -274,90 +262,80 @@ async def test_what_was_guessed_of_another_version_is_redone(change: int, asynch
         return FakeKnowledge(corpus(30), version=lambda n: "1" if n < at else "2")
 
     model = HashedModel(ends=10**9)
-    possible = [
-        (await outcome(sequential, asking(1), backend=model, knowledge=changing(at))).answer for at in range(1, 8)
-    ]
+    possible = [await sequentially(asking(1), model, changing(at)) for at in range(1, 8)]
     given: dict[str, Any] = {"backend": model, "knowledge": changing(change), "stride": 2}
-    found = await outcome(ralmspec, asking(1), **given, asynchronous=asynchronous)
-    assert found.answer in possible
+    assert await answer_of(ralmspec(asking(1), **given, asynchronous=asynchronous)) in possible
 
 
 async def test_a_knowledge_base_without_documents_leaves_the_prompt_as_it_is() -> None:
     model, request = HashedModel(), asking(4)
-    found = await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge([]))
-    alone = [token async for delta in model.generate(await _encoded(model, request)) for token in delta.token_ids]
-    assert list(found.answer[1]) == alone
-
-
-async def _encoded(model: HashedModel, request: GenerateRequest) -> GenerateRequest:
-    return replace(request, text=None, token_ids=await model.tokenize(request.text or ""))
+    found = await answer_of(strategy(model, FakeKnowledge([])).generate(request))
+    encoded = replace(request, text=None, token_ids=await model.tokenize(request.text or ""))
+    assert found[1] == (await answer_of(model.generate(encoded)))[1]
 
 
 @pytest.mark.parametrize("nth", [0, 2])
 @pytest.mark.parametrize("error", [KnowledgeBaseError("gone"), ConnectionError("refused")])
 async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exception) -> None:
-    model = HashedModel(latency=0.001, ends=10**9)
-    knowledge = FakeKnowledge(corpus(9), failing=lambda n: error if n >= nth else None)
-    said: list[Event] = []
-    with pytest.raises(KnowledgeBaseError, match=r"gone|refused"):
-        async for event in ralmspec(asking(), backend=model, knowledge=knowledge, stride=2):
-            said.append(event)
-    assert model.active == 0 and any(isinstance(event, VerifiedText) for event in said) == (nth > 0)
+    knowledge = FakeKnowledge(corpus(9), failing=lambda n: error if n == nth else None)
+    model = HashedModel()
+    with pytest.raises(KnowledgeBaseError, match=r"gone|could not be asked: refused"):
+        await answer_of(ralmspec(asking(), backend=model, knowledge=knowledge, stride=2))
+    assert model.active == knowledge.active == 0
 
 
-async def test_a_search_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ralmspec_module, "SEARCH_SECONDS", 0.5)
-    with pytest.raises(KnowledgeBaseError, match=r"0\.5 seconds"):
-        await outcome(ralmspec, asking(), backend=HashedModel(), knowledge=FakeKnowledge([], 3600.0))
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_knowledge_base_that_is_slow_is_given_up(in_virtual_time: Any, speculation: bool) -> None:
+    model, knowledge = HashedModel(), FakeKnowledge(corpus(9), latency=3600.0)
+    with pytest.raises(KnowledgeBaseError, match="more than 30 seconds"):
+        in_virtual_time(answer_of(strategy(model, knowledge).generate(replace(asking(), speculation=speculation))))
+    assert model.active == knowledge.active == 0
 
 
-async def test_leaving_cancels_what_is_generated_and_asked() -> None:
-    model, knowledge = HashedModel(latency=0.02, ends=10**9), FakeKnowledge(corpus(9))
-    run = asyncio.create_task(outcome(ralmspec, asking(), backend=model, knowledge=knowledge, stride=1))
-    await asyncio.sleep(0.01)
-    knowledge.latency, model.latency = 3600.0, 3600.0
-    while not model.active == knowledge.active == 1:
-        await asyncio.sleep(0.01)
-    run.cancel()
-    await asyncio.wait([run])
+@pytest.mark.parametrize("latency", [0.0, 0.05])
+@pytest.mark.parametrize("stride", [1, 4])
+async def test_a_client_that_leaves_ends_generation_and_searches(stride: int, latency: float) -> None:
+    model, knowledge = HashedModel(latency=0.01, ends=10**9), FakeKnowledge(corpus(9), latency=latency)
+    deltas = ralmspec(asking(max_tokens=400), backend=model, knowledge=knowledge, stride=stride)
+    await anext(deltas)
+    reading = asyncio.ensure_future(anext(deltas))
+    while not model.active:
+        await asyncio.sleep(0.001)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await deltas.aclose()
     assert model.active == knowledge.active == 0
 
 
 async def test_one_answer_leaves_nothing_for_the_next() -> None:
-    """Documents that one request was given are not there for another, whatever their ids claim."""
-    model = HashedModel()
+    """Documents that one request was given are not there for another, even if their ids are the same."""
+    model, known = HashedModel(), FakeKnowledge(corpus(9))
     poisoned = FakeKnowledge([Document("d000", " " + "poison" * 3)])
-    await outcome(ralmspec, asking(5), backend=model, knowledge=poisoned, stride=2)
-    found = await outcome(ralmspec, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)), stride=2)
-    plain = await outcome(sequential, asking(5), backend=model, knowledge=FakeKnowledge(corpus(9)))
-    assert found.answer == plain.answer
+    await answer_of(ralmspec(asking(5), backend=model, knowledge=poisoned, stride=2))
+    found = await answer_of(ralmspec(asking(5), backend=model, knowledge=known, stride=2))
+    assert found == await sequentially(asking(5), model, known)
 
 
 @pytest.mark.parametrize("length", [70, 90, 400])
 async def test_where_the_context_is_short_the_document_is_cut(length: int) -> None:
     model, request = HashedModel(context_length=length, ends=10**9), asking(2, max_tokens=24)
     knowledge = FakeKnowledge([replace(one, text=one.text * 9) for one in corpus(20)])
-    found = await outcome(ralmspec, request, backend=model, knowledge=knowledge)
-    plain = await outcome(sequential, request, backend=model, knowledge=knowledge)
-    assert found.answer == plain.answer and len(found.answer[1]) == 24
+    found = await answer_of(strategy(model, knowledge).generate(request))
+    assert found == await sequentially(request, model, knowledge) and len(found[1]) == 24
     assert model.longest <= length
 
 
-async def test_a_question_that_does_not_fit_is_refused() -> None:
+async def test_a_question_that_does_not_fit_is_refused_and_without_a_length_the_answer_ends_with_the_context() -> None:
+    knowledge, request = FakeKnowledge(corpus(3)), asking(max_tokens=None)
     with pytest.raises(ContextLengthError, match="takes 20"):
-        await outcome(ralmspec, asking(), backend=HashedModel(context_length=20), knowledge=FakeKnowledge(corpus(3)))
-
-
-async def test_an_answer_without_a_length_ends_with_the_context() -> None:
+        await answer_of(strategy(HashedModel(context_length=20), knowledge).generate(asking()))
     model = HashedModel(context_length=50, ends=10**9)
-    request = asking(max_tokens=None)
-    found = await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge(corpus(3)))
-    assert found.answer[2] == "length" and len(found.answer[1]) == 50 - len(await model.tokenize(request.text or ""))
+    _, ids, finish = await answer_of(strategy(model, knowledge).generate(request))
+    assert finish == "length" and len(ids) == 50 - len(await model.tokenize(request.text or ""))
 
 
 async def test_in_a_conversation_the_document_stands_before_the_last_question() -> None:
-    seen: list[str] = []
-    model = FakeBackend(lambda request: seen.append(model.prompt_text(request)) or "an answer")
+    model = FakeBackend("an answer")
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ran"},
@@ -366,28 +344,21 @@ async def test_in_a_conversation_the_document_stands_before_the_last_question() 
     ]
     request = GenerateRequest("m", messages=messages, sampling=SamplingParams(temperature=0, max_tokens=4))
     knowledge = FakeKnowledge([Document("d", "It says <|end|> here.", title="Title")])
-    await outcome(ralmspec, request, backend=model, knowledge=knowledge)
-    assert seen[0].endswith("<|user|>\nTitle\nIt says < |end|> here.\n\nmix?<|end|>\n<|assistant|>\n")
-
-
-async def test_rounds_keep_the_labels_of_the_request() -> None:
-    """To forget the session therefore reaches them, whatever document they read."""
-    model, labels = FakeBackend("a b c d", "e f"), Labels(session="s", workflow="w")
-    request = replace(asking(max_tokens=6), labels=labels)
-    await outcome(ralmspec, request, backend=model, knowledge=FakeKnowledge(corpus(1)))
-    assert {one.labels for one in model.requests} == {labels}
+    await answer_of(strategy(model, knowledge).generate(request))
+    prompt = model.prompt_text(model.requests[0])
+    assert prompt.endswith("<|user|>\nTitle\nIt says < |end|> here.\n\nmix?<|end|>\n<|assistant|>\n")
 
 
 class RecordingModel(HashedModel):
-    """Notes which rounds may be shared, and what it is to record."""
+    """Notes its rounds, and what it is to record."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.shared = 0
+        self.rounds: list[GenerateRequest] = []
         self.recorded: list[tuple[GenerateRequest, tuple[int, ...]]] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        self.shared += request.share
+        self.rounds.append(request)
         async for delta in super().generate(request):
             yield delta
 
@@ -395,34 +366,84 @@ class RecordingModel(HashedModel):
         self.recorded.append((request, tuple(token_ids)))
 
 
-@pytest.mark.parametrize("run", [sequential, partial(ralmspec, stride=3)])
-async def test_the_answer_is_recorded_and_not_its_rounds(run: Callable[..., AsyncGenerator[Event]]) -> None:
-    model, request = RecordingModel(ends=10**9), replace(asking(), labels=Labels(session="s"))
-    found = await outcome(run, request, backend=model, knowledge=FakeKnowledge(corpus(9)))
-    assert model.calls > 5 and not model.shared
+@pytest.mark.parametrize("speculation", [True, False])
+async def test_the_answer_is_recorded_and_not_its_rounds(speculation: bool) -> None:
+    """Both have the labels of the request, by which they are forgotten."""
+    model, known = RecordingModel(ends=10**9), FakeKnowledge(corpus(9))
+    labels = Labels(session="s", workflow="w")
+    request = replace(asking(), labels=labels, tenant="t", speculation=speculation)
+    found = await answer_of(strategy(model, known).generate(request))
+    assert len(model.rounds) > 5 and not any(one.share for one in model.rounds)
+    assert {(one.labels, one.tenant) for one in model.rounds} == {(labels, "t")}
     [(recorded, answer)] = model.recorded
-    assert answer == found.answer[1]
-    assert await model.detokenize(recorded.token_ids or ()) == request.text and recorded.labels == request.labels
-    await outcome(run, replace(request, store=False), backend=model, knowledge=FakeKnowledge(corpus(9)))
+    assert answer == found[1] and (recorded.labels, recorded.tenant) == (labels, "t")
+    assert await model.detokenize(recorded.token_ids or ()) == request.text
+    await answer_of(strategy(model, known).generate(replace(request, store=False)))
     failing = FakeKnowledge(corpus(9), failing=lambda n: KnowledgeBaseError("away") if n == 2 else None)
     with pytest.raises(KnowledgeBaseError):
-        await outcome(run, request, backend=model, knowledge=failing)
+        await answer_of(strategy(model, failing).generate(request))
     assert len(model.recorded) == 1
 
 
-async def test_tools_and_schemas_are_refused() -> None:
-    tools = ({"type": "function", "function": {"name": "f"}},)
-    for request in (
-        GenerateRequest("m", messages=[{"role": "user", "content": "q"}], tools=tools),
-        replace(asking(), extra={"response_format": {"type": "json_object"}}),
-        replace(asking(), extra={"chat_template_kwargs": {"enable_thinking": False}}),
-        replace(asking(), extra={"reasoning_effort": "low"}),
-        replace(asking(), extra={"max_completion_tokens": 3}),
+async def test_the_figures_say_what_was_guessed() -> None:
+    *_, last = [
+        delta async for delta in strategy(HashedModel(), FakeKnowledge(corpus(9))).generate(asking(max_tokens=40))
+    ]
+    figures = last.speculation
+    assert isinstance(figures, RetrievalSpeculation) and last.usage is not None
+    assert (figures.strategy, figures.knowledge, figures.knobs) == ("ralmspec", "k", {"document_tokens": 256})
+    assert figures.queries >= figures.steps and figures.batches == len(figures.strides)
+    assert 0 <= figures.accepted <= figures.drafted and sum(figures.seconds.values()) > 0
+
+
+ASKED = GenerateRequest("m", messages=[{"role": "user", "content": "q"}])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(ASKED, tools=({"type": "function", "function": {"name": "f"}},)),
+        replace(ASKED, continue_final=True),
         replace(asking(), prediction="it"),
         asking(min_tokens=2),
-        replace(asking(), extra={"prompt_logprobs": 1}),
         asking(bad_words=("no",)),
-        GenerateRequest("m", messages=[{"role": "user", "content": "q"}], continue_final=True),
-    ):
-        with pytest.raises(InvalidRequestError, match="retrieval"):
-            await outcome(ralmspec, request, backend=HashedModel(), knowledge=FakeKnowledge([]))
+        *(
+            replace(asking(), extra=extra)
+            for extra in (
+                {"response_format": {"type": "json_object"}},
+                {"chat_template_kwargs": {"enable_thinking": False}},
+                {"reasoning_effort": "low"},
+                {"max_completion_tokens": 3},
+                {"prompt_logprobs": 1},
+            )
+        ),
+    ],
+)
+async def test_what_rounds_cannot_honour_is_refused(request_: GenerateRequest) -> None:
+    with pytest.raises(InvalidRequestError, match="retrieval"):
+        await answer_of(strategy(HashedModel(), FakeKnowledge([])).generate(request_))
+
+
+class Bytes:
+    """Every token is a byte."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sent", "text"),
+    [
+        (b"a\n\n", "a\n", "a\n"),  # the last one ended the answer, and reads like the end of the text
+        (b"a\n\n", "a\n\n", "a\n\n"),  # a server that leaves the token out by which it ended
+        (b"a\n", "a\n", "a\n"),
+        (b"a!", "a", "a"),
+        (b"!", "", ""),
+        (b"", "", ""),
+    ],
+)
+async def test_a_token_that_ends_the_answer_adds_no_text(tokens: bytes, sent: str, text: str) -> None:
+    spelling: Any = Bytes()
+    before = await PartialAnswer.behind(b"Q", spelling)
+    answer = await before.extended(Delta(sent, tuple(tokens), finish_reason="stop"), spelling, 64)
+    assert (answer.text, answer.finish) == (text, "stop")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentspec import ralmspec
 from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge
-from agentspec.reasoning.retrieval.ralmspec import VerifiedText, ralmspec, sequential
 from agentspec.reasoning.retrieval.rounds import RoundGenerator
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import ModelRef
@@ -77,9 +75,16 @@ def backend(tiny_model: Path) -> Iterator[Any]:
     asyncio.run(loaded.aclose())
 
 
-async def said(events: AsyncGenerator[Any]) -> tuple[str, tuple[int, ...]]:
-    found = [event async for event in events if isinstance(event, VerifiedText)]
-    return "".join(event.text for event in found), tuple(token for event in found for token in event.token_ids)
+async def said(deltas: AsyncGenerator[Delta]) -> tuple[str, tuple[int, ...]]:
+    """All that a client gets of an answer, in order, and its tokens."""
+    found = [delta async for delta in deltas]
+    shown = [(delta.text, *sorted(map(repr, delta.extra.items()))) for delta in found if delta.text or delta.extra]
+    return repr(shown), tuple(token for delta in found for token in delta.token_ids)
+
+
+def reader(backend: Any, knowledge: KnowledgeBase | None = None) -> RetrievalBackend:
+    settings = RaLMSpecSettings(base="m", knowledge="k")
+    return RetrievalBackend("reader", settings, ModelRef(backend, "m"), knowledge or OneDocument())
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -90,29 +95,20 @@ async def test_rounds_make_the_answer_that_one_go_makes(backend: Any, rule: str)
     prompt = await generator.prompt.with_document(Document("1", "An ox is an animal."), 48)
     whole = [delta async for delta in backend.continue_answer(replace(request, split_reasoning=False), prompt, ())]
     tokens = tuple(token for delta in whole for token in delta.token_ids)
-    for run in (sequential, ralmspec):
-        assert (await said(run(request, backend=backend, knowledge=OneDocument())))[1] == tokens
+    for speculation in (True, False):
+        assert (await said(reader(backend).generate(replace(request, speculation=speculation))))[1] == tokens
 
 
 @pytest.mark.parametrize("rule", ["penalties", "a call", "nothing"])
 async def test_every_token_has_its_log_probability(backend: Any, rule: str) -> None:
     request = asking(rule)
     request = replace(request, sampling=replace(request.sampling, logprobs=True, max_tokens=8))
-    events = [event async for event in ralmspec(request, backend=backend, knowledge=OneDocument())]
-    found = [event for event in events if isinstance(event, VerifiedText)]
-    tokens = [token for event in found for token in event.token_ids]
-    assert len(tokens) == 8 and tokens == [one.token_id for event in found for one in event.logprobs]
+    deltas = [delta async for delta in reader(backend).generate(request)]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert len(tokens) == 8 and tokens == [one.token_id for delta in deltas for one in delta.logprobs]
 
 
-async def same_in_every_way(backend: Any, knowledge: KnowledgeBase, request: GenerateRequest) -> str:
-    plain = await said(sequential(request, backend=backend, knowledge=knowledge))
-    for stride, asynchronous in itertools.product((3, "os3"), (False, True)):
-        given: dict[str, Any] = {"backend": backend, "knowledge": knowledge, "stride": stride}
-        assert await said(ralmspec(request, **given, asynchronous=asynchronous)) == plain
-    return plain[0]
-
-
-def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
+def keeps(rule: str, text: str) -> bool:
     """Whether a text keeps the rule, or is the beginning of one that does."""
     if rule == "bad words":
         return not set("ae\x00") & set(text)
@@ -120,11 +116,6 @@ def keeps(rule: str, text: str, backend: Any, request: GenerateRequest) -> bool:
         return re.fullmatch("[a-c]{0,30}x?", text) is not None
     if rule == "a schema":
         return text.startswith("{"[: len(text)]) and (not text.rstrip().endswith("}") or "word" in json.loads(text))
-    if rule == "a call":
-        parser = backend.answer_reader(request, ()).parser()
-        deltas = [parser.parse(Delta(text=text)), parser.parse(Delta(finish_reason="stop"))]
-        calls = [call for delta in deltas for call in delta.extra.get("tool_calls", ())]
-        return {call["function"]["name"] for call in calls if call["function"].get("name")} <= {"look"}
     return True
 
 
@@ -145,7 +136,16 @@ async def test_speculation_changes_no_answer(
         rule = ("penalties", "a call", "a regex", "a schema", "bad words", "a call if it wants")[number % 6]
         question = f"{PASSAGES[number % len(PASSAGES)]['question']} {number}"
         request = asking(rule, question, None if number % 2 else number)
-        assert keeps(rule, await same_in_every_way(backend, knowledge, request), backend, request)
+        plain = [delta async for delta in reader(backend, knowledge).generate(replace(request, speculation=False))]
+        assert keeps(rule, "".join(delta.text for delta in plain))
+        calls = [call["function"] for delta in plain for call in delta.extra.get("tool_calls", ())]
+        assert {call["name"] for call in calls if call.get("name")} <= {"look"}
+        tokens = tuple(token for delta in plain for token in delta.token_ids)
+        for stride, asynchronous in ((3, False), (3, True), ("os3", True)):
+            given: dict[str, Any] = {"backend": backend, "knowledge": knowledge, "stride": stride}
+            deltas = [delta async for delta in ralmspec(request, **given, asynchronous=asynchronous)]
+            assert [(one.text, one.extra) for one in deltas] == [(one.text, one.extra) for one in plain]
+            assert tuple(token for delta in deltas for token in delta.token_ids) == tokens
 
 
 async def test_a_cache_gets_whole_answers(tiny_model: Path, make_index: Callable[..., Any]) -> None:
@@ -157,14 +157,14 @@ async def test_a_cache_gets_whole_answers(tiny_model: Path, make_index: Callable
     knowledge = IndexKnowledge(make_index("bm25", [passage["text"] for passage in PASSAGES]))
     with SuffixCache.open() as cache:
         backend = TorchBackend.load(TorchSettings(model=str(tiny_model), device="cpu"), cache=cache)
-        for number, run in enumerate((sequential, partial(ralmspec, stride=3), partial(ralmspec, stride=3))):
+        strategy, answers = reader(backend, knowledge), list[tuple[int, ...]]()
+        for number, speculation in enumerate((False, True, True)):
             request = asking("nothing", PASSAGES[number]["question"], number, labels=Labels(session=f"s{number}"))
-            _, answer = await said(run(request, backend=backend, knowledge=knowledge))
-            stats = cache.stats()
-            assert (stats.sequences, stats.partial) == (number + 1, 0)
-            [namespace] = cache._pool.namespaces.partitions()
-            assert tuple(namespace.shared.tokens(number).tolist()) == answer
-        await said(ralmspec(replace(request, store=False), backend=backend, knowledge=knowledge))
+            request = replace(request, speculation=speculation)
+            answers.append((await said(strategy.generate(request)))[1])
+            assert (cache.stats().sequences, cache.stats().partial) == (number + 1, 0)
+        assert cache.stats().tokens == sum(map(len, answers))
+        await said(strategy.generate(replace(request, store=False)))
         assert cache.stats().sequences == 3
         assert cache.forget(session="s1") == 1
         assert cache.stats().sequences == 2
@@ -172,8 +172,8 @@ async def test_a_cache_gets_whole_answers(tiny_model: Path, make_index: Callable
 
 
 async def test_a_call_is_told_as_one_and_its_syntax_is_in_no_query(backend: Any) -> None:
-    knowledge, settings = OneDocument(), RaLMSpecSettings(base="m", knowledge="k")
-    strategy = RetrievalBackend("reader", settings, ModelRef(backend, "m"), knowledge)
+    knowledge = OneDocument()
+    strategy = reader(backend, knowledge)
     request = asking("a call", parallel_tool_calls=False)
     request = replace(request, sampling=replace(request.sampling, max_tokens=120))
     deltas = [delta async for delta in strategy.generate(request)]
@@ -225,8 +225,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "ox"}}\n</tool_call>
 async def test_thoughts_are_no_part_of_the_answer(
     thinking: Any, rule: str, script: str, thoughts: str, text: str, calls: int
 ) -> None:
-    thinking.script, knowledge = thinking.encode(script), OneDocument()
-    strategy = RetrievalBackend("r", RaLMSpecSettings(base="m", knowledge="k"), ModelRef(thinking, "m"), knowledge)
+    thinking.script, strategy = thinking.encode(script), reader(thinking)
     request = asking(rule)
     request = replace(request, sampling=replace(request.sampling, max_tokens=200))
     deltas = [delta async for delta in strategy.generate(request)]
@@ -239,8 +238,7 @@ async def test_thoughts_are_no_part_of_the_answer(
 async def test_thinking_is_switched_off_where_the_template_can(thinking: Any) -> None:
     thinking.script = thinking.encode("An ox. </think>")
     request = asking("a call if it wants", template_arguments={"enable_thinking": False})
-    strategy = RetrievalBackend("r", RaLMSpecSettings(base="m", knowledge="k"), ModelRef(thinking, "m"), OneDocument())
-    assert "".join([delta.text async for delta in strategy.generate(request)]) == "An ox. </think>"
+    assert "".join([delta.text async for delta in reader(thinking).generate(request)]) == "An ox. </think>"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -250,11 +248,11 @@ async def test_endpoints_cannot_keep_the_rules(rule: str) -> None:
 
     model = FakeBackend(capabilities=Capabilities(token_ids=True))
     with pytest.raises(InvalidRequestError, match="unless the model is a local one"):
-        await said(ralmspec(asking(rule), backend=model, knowledge=OneDocument()))
+        await said(reader(model).generate(asking(rule)))
 
 
 async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
     request = replace(asking("penalties"), extra={"functions": [{"name": "look"}]})
     with pytest.raises(InvalidRequestError) as caught:
-        await said(ralmspec(request, backend=backend, knowledge=OneDocument()))
+        await said(reader(backend).generate(request))
     assert caught.value.param == "functions"
