@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.tool_names import CHOICES
@@ -34,14 +34,7 @@ class TextPart(Model):
     text: Text = REQUIRED
 
 
-class _UnreadImage(TextPart):
-    @model_validator(mode="before")
-    @classmethod
-    def _refused(cls, value: Any) -> Any:
-        raise Refused(": this model reads no images")
-
-
-_PARTS = {"text": TextPart, "image_url": _UnreadImage}
+_PARTS = {"text": TextPart}
 
 
 def text_of(value: Any, name: str, kinds: Mapping[str, type[TextPart]] = _PARTS) -> str:

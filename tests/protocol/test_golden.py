@@ -6,23 +6,37 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import typing
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic import types
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
+from agentspec.protocol.anthropic.requests import (
+    INERT,
+    PASSED,
+    SAID,
+    WRITTEN,
+    MessagesBody,
+    MessagesRequest,
+    MessagesTool,
+    parse_messages,
+)
 from agentspec.protocol.completions import parse_completion
 from agentspec.protocol.openai_responses.request import parse_responses
-from agentspec.protocol.requests import AnswerFormat, parse_chat
+from agentspec.protocol.requests import AnswerFormat, parse_chat, with_extra
 from agentspec.protocol.wire import encode
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
 
 FOLDER = Path(__file__).parent / "golden"
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+MANY = [{"type": "function", "name": f"f{number}"} for number in range(128)]
 DEFAULTS = (GenerateRequest("m", messages=[USER]), SamplingParams(), AnswerFormat(), MessagesRequest({}))
 
 
@@ -101,10 +115,53 @@ def test_what_a_body_asks_for(api: str, at: int) -> None:
         ("messages", {"tools": [{"name": "f", "input_schema": {}}] * 129}, "tools"),
         ("responses", {"input": [USER] * 2049}, "input"),
         ("responses", {"tools": [{"type": "function", "name": "f"}] * 129}, "tools"),
+        (
+            "responses",
+            {"tools": [{"type": "namespace", "name": "n", "tools": MANY}, {"type": "custom", "name": "f"}]},
+            "tools",
+        ),
     ],
 )
 def test_bounds(api: str, body: dict[str, Any], param: str) -> None:
     assert outcome(api, body)["param"] == param
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = sorted({name for cases in CASES.values() for body, _ in cases for name in body})
+
+
+@drawn(st.sampled_from([*APIS]), st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), JSON, max_size=4))
+def test_any_body_is_a_request_or_refused(api: str, fields: dict[str, Any]) -> None:
+    assert {*outcome(api, fields)} <= {"reads", "refused", "param"}
+
+
+def test_the_local_engine_acts_on_the_extra_fields_of_a_client_in_this_process() -> None:
+    request = GenerateRequest("m", messages=[USER], priority=4)
+    extra = {"n": 2, "tools": [TOOL], "guided_regex": "a", "return_token_ids": True, "user": "u", "top_k": None}
+    sampling = SamplingParams(n=2, structured_outputs=StructuredOutputs(regex="a"))
+    expected = replace(request, sampling=sampling, tools=(TOOL,), return_prompt=True)
+    assert with_extra(replace(request, extra=extra)) == expected and with_extra(request) is request
+    for refused in ({"top_k": "3"}, {"messages": [{}]}, {"priority": "high"}):
+        with pytest.raises(InvalidRequestError):
+            with_extra(replace(request, extra=refused))
+
+
+def test_every_field_of_anthropics_types_is_known() -> None:
+    def names(kind: Any) -> set[str]:
+        return set(typing.get_type_hints(kind))
+
+    known = {*MessagesBody.model_fields, *INERT, *PASSED, "container"}  # of code on Anthropic's servers: refused
+    assert names(types.message_create_params.MessageCreateParamsStreaming) <= known
+    assert names(types.MessageCountTokensParams) <= known
+    assert names(types.ToolParam) <= {*MessagesTool.model_fields} | MessagesTool.inert
+    for kind, model in (SAID | WRITTEN).items():
+        if kind != "tool_reference":
+            block = getattr(types, f"{kind.title().replace('_', '')}BlockParam")
+            assert names(block) <= {*model.model_fields} | model.inert, kind
 
 
 def main() -> None:

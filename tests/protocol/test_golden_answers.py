@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx2
+import openai
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.completions import CompletionWriter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import Accumulator, ChatWriter, ResponseWriter
+from agentspec.protocol.responses import BLOCK, Accumulator, ChatWriter, Choice, ResponseWriter, obfuscated
+from agentspec.protocol.wire import encode
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
 FILE = Path(__file__).parent / "golden" / "answers.jsonl"
@@ -32,6 +40,8 @@ TYPES: dict[str, tuple[Any, Any]] = {  # of completions the client's has no null
     "responses": (TypeAdapter(ResponseStreamEvent), TypeAdapter(Response)),
 }
 CASES = [json.loads(line) for line in FILE.read_text().splitlines()]
+# Whole answers that differ from their streams: no text stands between calls, and calls that must not run are texts.
+APART = {"text between", "blank between", "cut", "cut before", "filtered call", "call with no number"}
 
 
 def token(text: str, id: int, logprob: float, *top: list[Any]) -> TokenLogprob:
@@ -81,9 +91,106 @@ def written(api: str, options: dict[str, Any], deltas: list[Delta]) -> dict[str,
     return dict(zip(("stream", "whole"), json.loads(plain), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['api']}: {case['name']}")
+of_each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['api']}: {case['name']}")
+
+
+@of_each_case
 def test_what_is_written(case: dict[str, Any]) -> None:
     assert written(case["api"], case["options"], [*map(delta, case["deltas"])]) == case["written"]
+
+
+def sse(api: str, events: list[dict[str, Any]]) -> bytes:
+    named = ("event: {type}\n" if api in ("messages", "responses") else "", "")
+    blocks = [f"{named[0].format(**event)}data: {json.dumps(event)}\n\n" for event in events]
+    return "".join(blocks if named[0] else [*blocks, "data: [DONE]\n\n"]).encode()
+
+
+def client(kind: Callable[..., Any], api: str, answers: dict[str, Any]) -> Any:
+    """The unmodified client, to whose requests the golden transcript is the answer."""
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if not json.loads(request.content).get("stream"):
+            return httpx2.Response(200, json=answers["whole"])
+        return httpx2.Response(200, content=sse(api, answers["stream"]), headers={"content-type": "text/event-stream"})
+
+    http = httpx2.Client(transport=httpx2.MockTransport(answer))
+    return kind(api_key="k", base_url="http://gateway/v1", http_client=http, max_retries=0)
+
+
+@of_each_case
+def test_the_clients_read_every_transcript(case: dict[str, Any]) -> None:
+    api, answers = case["api"], case["written"]
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    with client(anthropic.Anthropic if api == "messages" else openai.OpenAI, api, answers) as sdk:
+        if api == "messages":
+            create, asked["max_tokens"] = sdk.messages.create, 9
+        elif api == "responses":
+            create, asked = sdk.responses.create, {"model": "m", "input": "hi"}
+        elif api == "chat":
+            create = sdk.chat.completions.create
+        else:
+            create, asked = sdk.completions.create, {"model": "m", "prompt": "p"}
+        read = [event.to_dict() for event in create(**asked, stream=True)]
+        assert read == [event for event in answers["stream"] if event.get("type") != "ping"]
+        assert create(**asked).to_dict() == answers["whole"]
+        if api == "messages" and case["name"] not in APART:
+            with sdk.messages.stream(**asked) as stream:
+                final = json.loads(stream.get_final_message().to_json(exclude_unset=False, exclude_none=True))
+            whole = Message.model_validate(answers["whole"])
+            assert [block["type"] for block in final["content"]] == [block.type for block in whole.content]
+            for name in ("content", "stop_reason", "usage"):
+                assert final.get(name) == whole.to_dict(exclude_none=True).get(name), name
+
+
+def test_pieces_of_calls_in_turns_are_an_error_of_messages() -> None:
+    def call(index: int, **function: str) -> Delta:
+        return Delta(extra={"tool_calls": [{"index": index, "id": f"c{index}", "function": function}]})
+
+    for deltas in ([call(0, name="f"), call(1, name="g"), call(0, arguments="{}")], [call(0, arguments="{}")]):
+        writer = MessagesWriter("m", MessagesRequest({}, stream=True))
+        with pytest.raises(UpstreamError):
+            [event for one in deltas for event in writer.chunks(one)]
+
+
+def test_pieces_are_joined_only_when_they_are_read() -> None:
+    class Piece(str):
+        def __radd__(self, before: str) -> str:
+            raise AssertionError("each piece copies all before it")
+
+    choice = Choice()
+    for _ in range(3):
+        call = {"index": 0, "function": {"arguments": Piece("1")}}
+        choice.add(Delta(extra={"reasoning": Piece("b"), "tool_calls": [call]}))
+    assert choice.extra == {"reasoning": "bbb", "tool_calls": [{"function": {"arguments": "111"}}]}
+
+
+@given(st.lists(st.lists(st.text(max_size=3), max_size=3), min_size=1, max_size=4))
+def test_text_offsets_run_through_the_chunks(words: list[list[str]]) -> None:
+    writing, answer, offsets = writer("completion", {"logprobs": True}, stream=True), Accumulator(), []
+    for group in words:
+        one = Delta(text="".join(group), logprobs=tuple(TokenLogprob(0, word, -1.0) for word in group))
+        answer.add(one)
+        for chunk in writing.chunks(one):
+            offsets += chunk["choices"][0]["logprobs"]["text_offset"]
+    tokens = [word for group in words for word in group]
+    assert offsets == [sum(len(word) for word in tokens[:i]) for i in range(len(tokens))]
+    [choice] = writer("completion", {"logprobs": True}, stream=False).body(answer)["choices"]
+    assert choice["text"] == "".join(tokens) and choice["logprobs"]["text_offset"] == offsets
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK - 30, BLOCK - 29, BLOCK - 28, 3 * BLOCK])
+@pytest.mark.parametrize("text", ["x", "é", "\n"])
+def test_obfuscated_events_fill_whole_blocks(length: int, text: str) -> None:
+    data, other = obfuscated({"a": text * length}), obfuscated({"a": text * length})
+    read = json.loads(data)
+    assert len(data) % BLOCK == 0 and read.pop("obfuscation") is not None and read == {"a": text * length}
+    assert data != other or len(json.loads(data)["obfuscation"]) < 9, "the filling is random"
+
+
+def test_json_is_always_text() -> None:
+    assert encode({"a": "é\ud800"}) == '{"a":"é?"}'.encode()
+    with pytest.raises(ValueError):
+        encode(float("inf"))
 
 
 def main() -> None:
