@@ -25,22 +25,6 @@ NATIVE = [
         ("message_stop", '{"type":"message_stop"}'),
     )
 ]
-DELTAS: list[dict[str, Any]] = [
-    {"role": "assistant", "content": ""},
-    {"reasoning_content": "Hm."},
-    {"content": "\n\n"},
-    {"content": "Hi"},
-    {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]},
-    {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
-    {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
-    {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]},
-]
-USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
-CHUNKS = [
-    *({"choices": [{"index": 0, "delta": delta}]} for delta in DELTAS),
-    {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
-    {"choices": [], "usage": USAGE},
-]
 
 
 def through(url: str, **backend: Any) -> Settings:
@@ -117,16 +101,6 @@ def test_a_native_stream_passes_byte_for_byte(gateway: Any, upstream: Any) -> No
     assert running.metric("agentspec_prompt_tokens_total", model="up") == 5
 
 
-def test_a_native_stream_that_breaks_off_ends_with_an_error(gateway: Any, upstream: Any) -> None:
-    server = upstream(native(lambda request: stream(request, NATIVE[:3])))
-    content = post(gateway({}, through(server.url)), {**BODY, "stream": True}).content
-    assert content.startswith(b"".join(NATIVE[:3]))
-    last = content.removeprefix(b"".join(NATIVE[:3]))
-    assert last.startswith(b"event: error\ndata: ")
-    told = json.loads(last.partition(b"data: ")[2])
-    assert told["type"] == "error" and told["error"]["type"] == "api_error"
-
-
 def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstream: Any) -> None:
     server = upstream(native(lambda request: request.answer(b"{}")))
     running = gateway({}, through(server.url, api_key="operators"))
@@ -188,21 +162,6 @@ def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: A
     }
 
 
-def test_the_events_of_a_translated_stream(gateway: Any, upstream: Any, closing: Any) -> None:
-    events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS]
-    server = upstream(chats(lambda request: stream(request, [*events, b"data: [DONE]\n\n"])))
-    running = gateway({}, through(server.url))
-    client = closing(anthropic.Anthropic(base_url=running.url, api_key="k", max_retries=0))
-    with client.messages.stream(model="up", max_tokens=20, messages=BODY["messages"]) as streamed:  # type: ignore[arg-type]
-        message = streamed.get_final_message()
-    thought, text, first, second = message.content
-    assert (thought.thinking, text.text) == ("Hm.", "\n\nHi") and message.stop_reason == "tool_use"  # type: ignore[union-attr]
-    assert (first.id, first.input, second.name, second.input) == ("c1", {"a": 1}, "g", {})  # type: ignore[union-attr]
-    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens, message.usage.output_tokens) == (3, 4, 5)
-    [request] = answered(server)
-    assert request.json["stream"] is True and request.json["stream_options"] == {"include_usage": True}
-
-
 LONG = ["mcp__" + "a" * 70 + end for end in ("1", "2")]
 
 
@@ -240,13 +199,6 @@ def test_names_of_tools_are_as_long_as_the_upstream_takes(
     assert request.json["tool_choice"]["function"]["name"] == names[1]
 
 
-def test_a_translated_stream_that_breaks_off(gateway: Any, upstream: Any) -> None:
-    events = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in CHUNKS[:4]]
-    running = gateway({}, through(upstream(chats(lambda request: stream(request, events))).url))
-    content = post(running, {**BODY, "stream": True}).content
-    assert b"event: error\n" in content and b"message_stop" not in content and b"[DONE]" not in content
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any, streamed: bool) -> None:
     """A stream tells the refusal before the chunk that ends it."""
@@ -264,17 +216,6 @@ def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any,
     body = {"model": "up", "input": "hi", "stream": streamed}
     answer = post(running, body, "/v1/responses").text
     assert '"incomplete_details":{"reason":"content_filter"}' in answer and '"text":"I cannot."' in answer
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (503, "overloaded_error")]
-)
-def test_an_upstreams_error_is_told_in_anthropics_shape(gateway: Any, upstream: Any, status: int, kind: str) -> None:
-    error = b'{"error":{"message":"no such thing","type":"x","param":"top_k","code":"y"}}'
-    server = upstream(chats(lambda request: request.answer(error, status, retry_after="7")))
-    response = post(gateway({}, through(server.url)))
-    assert response.status_code == status and response.headers["retry-after"] == "7"
-    assert response.json()["error"] == {"type": kind, "message": "no such thing", "param": "top_k", "code": "y"}
 
 
 def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: Any) -> None:

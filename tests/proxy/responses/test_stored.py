@@ -173,15 +173,13 @@ def test_a_gateway_that_stores_nothing(gateway: Any, tmp_path: Path) -> None:
             client.responses.retrieve(answer.id)
 
 
-def test_conversations_are_bounded(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.proxy.responses.stored.MAX_MESSAGES", 5)
-    running = gateway({MODEL: FakeBackend(script)})
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
-        last = ask(client)
-        last = ask(client, previous_response_id=last.id)
-        last = ask(client, previous_response_id=last.id)
-        with pytest.raises(openai.BadRequestError, match="too long"):
-            ask(client, previous_response_id=last.id)
+def test_conversations_are_bounded(alice: openai.OpenAI) -> None:
+    many = [{"role": "user", "content": "x"}] * 1200
+    last = ask(alice, many)
+    assert ask(alice, "and?", previous_response_id=last.id).status == "completed"
+    longer = ask(alice, many[:847], previous_response_id=last.id)
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        ask(alice, previous_response_id=longer.id)
 
 
 class BrokenStore:

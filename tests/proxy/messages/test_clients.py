@@ -1,27 +1,28 @@
-"""The unmodified client of Anthropic, against a model of this process, a scripted backend, and scripted upstreams."""
+"""The unmodified client of Anthropic and the requests of Claude Code, against scripted backends and a local model.
+
+What each body asks for is in `tests/protocol/golden/messages.jsonl`, recorded requests of Claude Code among them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
+from anthropic import types
+from pydantic import TypeAdapter
 
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Usage
 
-WEATHER = {
-    "name": "get_weather",
-    "description": "The weather of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-CALL = {
-    "index": 0,
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
-}
+EVENT: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "The weather of a city", "input_schema": SCHEMA}
+FUNCTION = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": FUNCTION}
 ASKED = [{"role": "user", "content": "Hello"}]
 
 
@@ -135,23 +136,129 @@ def test_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
-def test_a_strategy_answers_and_counts(gateway: Any, closing: Any) -> None:
+def test_a_strategy_counts_by_its_base_model(gateway: Any, closing: Any) -> None:
     from agentspec.backends.settings import TorchSettings
     from agentspec.reasoning.settings import SpecReasonSettings
     from agentspec.settings.load import Settings
     from tests.thinking_model import ThinkingModel
 
-    def step(thinking: str) -> str:
-        return "One. Answer: 4\n\n"
-
     local = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
-    strategy = SpecReasonSettings(base="large", small="tiny")
-    running = gateway({name: ThinkingModel(step) for name in local}, Settings(backends=local, models={"m": strategy}))
+    settings = Settings(backends=local, models={"m": SpecReasonSettings(base="large", small="tiny")})
+    running = gateway({name: ThinkingModel(lambda thinking: "One. Answer: 4\n\n") for name in local}, settings)
     client = closing(client_of(running))
-    with client.messages.with_streaming_response.create(
-        model="m", max_tokens=500, messages=ASKED, stream=True, thinking={"type": "enabled", "budget_tokens": 100}
-    ) as response:
-        assert response.headers["x-agentspec-lossy"].startswith("specreason")
-        kinds = [event.content_block.type for event in response.parse() if event.type == "content_block_start"]
-    assert kinds == ["thinking", "text"]
     assert client.messages.count_tokens(model="m", messages=ASKED).input_tokens > 0
+    thinking = {"type": "enabled", "budget_tokens": 100}
+    with client.messages.with_streaming_response.create(
+        model="m", max_tokens=500, messages=ASKED, thinking=thinking
+    ) as answer:
+        assert answer.headers["x-agentspec-lossy"].startswith("specreason")
+        assert [block.type for block in answer.parse().content] == ["thinking", "text"]
+
+
+# Claude Code ---------------------------------------------------------------------------------------------------------
+
+HEADERS = {
+    "content-type": "application/json",
+    "accept": "application/json",
+    "authorization": "Bearer sk-dummy",
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
+    "anthropic-dangerous-direct-browser-access": "true",
+    "user-agent": "claude-cli/2.1.160 (external, cli)",
+    "x-app": "cli",
+    "x-claude-code-session-id": "6c1d3a52-7b0e-4d7f-9a51-1f2e3d4c5b6a",
+    "x-claude-code-agent-id": "a5f1c2",
+    "x-stainless-lang": "js",
+    "x-stainless-retry-count": "0",
+    "x-stainless-timeout": "600",
+}
+EPHEMERAL = {"type": "ephemeral"}
+BASH = {
+    "name": "Bash",
+    "description": "Executes a given bash command",
+    "input_schema": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+    "eager_input_streaming": True,
+    "cache_control": EPHEMERAL,
+}
+MCP = {
+    "name": "mcp__" + "very_long_server_name__" * 4 + "search",
+    "input_schema": {"type": "object"},
+    "defer_loading": True,
+}
+FIRST: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 64,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.160; cc_entrypoint=cli;"},
+        {"type": "text", "text": "You are Claude Code.", "cache_control": EPHEMERAL},
+        {"type": "text", "text": "# Environment\nWorking directory: /src", "cache_control": EPHEMERAL},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nToday is Sunday.\n</system-reminder>\n"},
+                {"type": "text", "text": "list the files", "cache_control": EPHEMERAL},
+            ],
+        }
+    ],
+    "tools": [BASH, MCP],
+    "metadata": {"user_id": json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": "6c1d3a52"})},
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "medium"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
+
+
+def post(url: str, body: Any, path: str = "/v1/messages?beta=true") -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, headers=HEADERS, timeout=60)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    found = []
+    for event in response.text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        shown = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {shown['type']}"
+        found.append(shown if shown["type"] == "ping" else EVENT.validate_python(shown, strict=True))
+    return found
+
+
+def test_two_turns_and_the_side_requests_of_claude_code(gateway: Any) -> None:
+    call = {"index": 0, "id": "call_1", "function": {"name": "Bash", "arguments": '{"command": "ls"}'}}
+    thought = {"reasoning_content": "I should list them.", "tool_calls": [call]}
+    first = Answer("", extra=thought, finish_reason="tool_calls", usage=Usage(30, 9))
+    backend = FakeBackend(first, "Two files.", "quota", '{"title": "Files"}')
+    url = gateway({"m": backend}).url
+    response = post(url, FIRST)
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    blocks = [event.content_block for event in events(response) if getattr(event, "content_block", None)]
+    assert [block.type for block in blocks] == ["thinking", "tool_use"]
+    asked = backend.requests[0]
+    assert [tool["function"]["name"] for tool in asked.tools] == ["Bash", MCP["name"]]
+    assert asked.template_arguments == {"enable_thinking": True, "reasoning_effort": "medium"}
+    written = [
+        {"type": "thinking", "thinking": "I should list them.", "signature": "5f"},
+        {"type": "tool_use", "id": "call_1", "name": "Bash", "input": {"command": "ls"}, "caller": {"type": "direct"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "a\nb", "is_error": False}
+    history = [{"role": "assistant", "content": written}, {"role": "user", "content": [result]}]
+    second = events(post(url, {**FIRST, "messages": [*FIRST["messages"], *history]}))
+    deltas = [event.delta for event in second if getattr(event, "type", "") == "content_block_delta"]
+    assert "".join(delta.text for delta in deltas) == "Two files."
+    roles = [message["role"] for message in backend.requests[1].messages or ()]
+    assert roles == ["system", "user", "assistant", "tool"]
+    quota = {"model": "m", "max_tokens": 1, "messages": ASKED, "metadata": FIRST["metadata"]}
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    for body in (quota, {**quota, "max_tokens": 32, "temperature": 1, "tools": [], "output_config": form}):
+        assert post(url, body).status_code == 200
+    counted = {name: FIRST[name] for name in ("model", "messages", "system", "tools", "thinking")}
+    answer = post(url, counted, "/v1/messages/count_tokens?beta=true")
+    assert types.MessageTokensCount.model_validate(answer.json(), strict=True).input_tokens > 10

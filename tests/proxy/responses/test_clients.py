@@ -1,0 +1,346 @@
+"""`/v1/responses` as its clients use it: OpenAI's, Codex by its wire format, and OpenAI's Agents SDK.
+
+What each body asks for is in `tests/protocol/golden/responses.jsonl`, recorded requests of Codex among them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from agentspec.backends.base import Capabilities
+from agentspec.errors import EngineError
+from agentspec.testing import Answer, FakeBackend
+from agentspec.types import GenerateRequest, Speculation, Usage
+
+# Shared: a client of its own costs more than a request.
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+MODEL = "fake"
+
+
+def calls_of(*functions: tuple[str, str], **extra: Any) -> Answer:
+    """An answer that calls tools by their names, with arguments."""
+    calls = [
+        {"index": at, "id": f"{name}_{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(functions)
+    ]
+    return Answer("", extra={**extra, "tool_calls": calls}, finish_reason="tool_calls")
+
+
+# OpenAI's client -----------------------------------------------------------------------------------------------------
+
+TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+
+
+def script(request: GenerateRequest) -> Any:
+    asked = str((request.messages or [{}])[-1].get("content"))
+    if asked == "call":
+        return calls_of(("look", '{"at": 1}'), ("look", "{}"))
+    if asked == "think":
+        thought = {"reasoning": "hm well", "reasoning_content": "hm well"}
+        return Answer("", extra=thought, usage=Usage(5, 3, cached_tokens=2, reasoning_tokens=2))
+    if asked == "breaks":
+        return Answer("one two three", error=EngineError("the engine broke"), error_after=2)
+    return Answer("brave new wörld", speculation=Speculation(drafted=6, accepted=4, steps=3))
+
+
+@pytest.fixture(scope="module")
+def running(shared_gateway: Any) -> Any:
+    return shared_gateway({MODEL: FakeBackend(script, capabilities=Capabilities(context_length=200))})
+
+
+@pytest.fixture(scope="module")
+def client(running: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_whole_and_streamed_answers(client: openai.OpenAI) -> None:
+    for asked, kind in (("hi", "message"), ("call", "function_call"), ("think", "reasoning")):
+        whole = client.responses.create(model=MODEL, input=asked, tools=[TOOL], metadata={"a": "b"}, user="u")
+        with client.responses.stream(model=MODEL, input=asked, tools=[TOOL]) as stream:
+            assert [event.type for event in stream][-1] == "response.completed"
+            streamed = stream.get_final_response()
+        assert whole.output[0].type == streamed.output[0].type == kind and whole.metadata == {"a": "b"}
+        assert (whole.output_text, whole.usage) == (streamed.output_text, streamed.usage)
+
+
+def test_an_answer_that_breaks_fails(client: openai.OpenAI, running: Any) -> None:
+    last = list(client.responses.create(model=MODEL, input="breaks", stream=True))[-1]
+    assert last.type == "response.failed" and last.response.error and last.response.error.code == "server_error"
+    assert running.metric("agentspec_requests_total", route="/v1/responses", model=MODEL, outcome="server_error") == 1
+    with pytest.raises(openai.InternalServerError, match="the engine broke"):
+        client.responses.create(model=MODEL, input="breaks")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "word " * 201}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+    ],
+)
+def test_what_is_refused_is_named_as_the_client_calls_it(running: Any, fields: dict[str, Any], param: str) -> None:
+    response = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+# Codex ---------------------------------------------------------------------------------------------------------------
+
+SHELL = {
+    "type": "function",
+    "name": "shell",
+    "description": "Runs a shell command and returns its output.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "workdir": {"type": "string"},
+            "timeout_ms": {"type": "number"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+HEADERS = {
+    "accept": "text/event-stream",
+    "originator": "codex_cli_rs",
+    "user-agent": "codex_cli_rs/0.99.0 (Linux; x86_64)",
+    "session-id": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "thread-id": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "authorization": "Bearer key",
+}
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "instructions": "You are a coding agent running in a terminal.",
+    "tools": [SHELL],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+FIRST: list[dict[str, Any]] = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list the files"}]},
+]
+
+
+def turn(running: Any, items: list[dict[str, Any]], **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The items that are done, which Codex keeps, and the response that ends the turn."""
+    body = {**BODY, **fields, "input": items}
+    answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS, timeout=60)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(block.split("data: ")[1]) for block in answer.text.strip().split("\n\n")]
+    for number, event in enumerate(events):
+        EVENT.validate_python(event)
+        assert event["sequence_number"] == number
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["type"] == "response.completed"
+    return done, events[-1]["response"]
+
+
+def sent_back(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as Codex sends it back: without its id, and thoughts without their text."""
+    kept = {key: value for key, value in item.items() if key not in ("id", "status")}
+    return {"type": "reasoning", "summary": [], "encrypted_content": None} if item["type"] == "reasoning" else kept
+
+
+PATCHER = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files. Send the patch itself, not JSON.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin\\n" /[^*]+/ "*** End\\n"?'},
+}
+SERVER = {
+    "type": "namespace",
+    "name": "mcp__files",
+    "description": "Files of the project.",
+    "tools": [{"type": "function", "name": "read", "strict": False, "parameters": {"type": "object"}}, PATCHER],
+}
+PATCH = '*** Begin\n+"é" \\n\n*** End'
+
+
+def test_custom_tools_and_namespaces(gateway: Any) -> None:
+    """Their calls come back as the client named the tools, and their results reach the model."""
+    arguments = json.dumps({"input": PATCH})
+    asked = [("apply_patch", arguments), ("mcp__files__read", "{}"), ("mcp__files__apply_patch", arguments)]
+    backend = FakeBackend(lambda request: "done" if len(request.messages or ()) > 3 else calls_of(*asked))
+    running = gateway({MODEL: backend})
+    tools = [SHELL, PATCHER, SERVER]
+    done, response = turn(running, FIRST, tools=tools, parallel_tool_calls=True)
+    assert [(item["type"], item.get("namespace"), item["name"]) for item in done] == [
+        ("custom_tool_call", None, "apply_patch"),
+        ("function_call", "mcp__files", "read"),
+        ("custom_tool_call", "mcp__files", "apply_patch"),
+    ]
+    assert done[0]["input"] == done[2]["input"] == PATCH and response["tools"] == tools
+    results = [
+        {"type": item["type"] + "_output", "call_id": item["call_id"], "output": f"result {index}"}
+        for index, item in enumerate(done)
+    ]
+    results[0]["name"] = "apply_patch"
+    turn(running, [*FIRST, *map(sent_back, done), *results], tools=tools)
+    messages = list(backend.requests[-1].messages or ())
+    called = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert [(one["name"], json.loads(one["arguments"])) for one in called] == [
+        (name, json.loads(arguments)) for name, arguments in asked
+    ]
+    assert [one["content"] for one in messages if one["role"] == "tool"] == ["result 0", "result 1", "result 2"]
+    functions = [tool["function"] for tool in backend.requests[0].tools]
+    assert [one["name"] for one in functions] == ["shell", *(name for name, _ in asked)]
+    assert functions[2]["description"].startswith("Files of the project.")
+    text = functions[1]["parameters"]["properties"]["input"]
+    assert PATCHER["format"]["definition"] in text["description"]
+
+
+def test_two_turns_of_codex(gateway: Any) -> None:
+    called = calls_of(("shell", '{"command":["ls"]}'), reasoning_content="look first")
+    backend = FakeBackend(called, "There is one file.", "said")
+    running = gateway({MODEL: backend})
+    done, response = turn(running, FIRST)
+    assert [item["type"] for item in done] == ["reasoning", "function_call"]
+    usage = response["usage"]
+    assert {"input_tokens", "output_tokens", "total_tokens"} <= usage.keys() and response["id"]
+    assert "cached_tokens" in usage["input_tokens_details"] and "reasoning_tokens" in usage["output_tokens_details"]
+    result = {"type": "function_call_output", "call_id": done[1]["call_id"], "output": '{"output":"a.py\\n"}'}
+    done, _ = turn(running, [*FIRST, *map(sent_back, done), result])
+    assert done[0]["content"][0]["text"] == "There is one file."
+    messages = list(backend.requests[-1].messages or ())
+    assert [message["role"] for message in messages] == ["system", "user", "user", "assistant", "tool"]
+    assert messages[0]["content"].endswith("in a terminal.\n\n<permissions>")
+    assert messages[3]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
+    body = {**BODY, "input": FIRST, "tools": [SHELL, SERVER]}
+    answer = HTTP.post(f"{running.url}/v1/responses", json=body, headers=HEADERS)
+    assert answer.headers["x-agentspec-unenforced"] == "tools[1].tools[1].format", (
+        "a form that is not enforced is named"
+    )
+
+
+# OpenAI's Agents SDK, whose default model class speaks the Responses API ----------------------------------------------
+
+
+class Weather(BaseModel):
+    place: str
+    degrees: int
+
+
+def agents_script(request: GenerateRequest) -> Any:
+    """Calls the first tool there is; after its result, or without tools, answers."""
+    if request.sampling.structured_outputs is not None:
+        return json.dumps({"place": "Rome", "degrees": 21})
+    results = [message["content"] for message in request.messages or () if message["role"] == "tool"]
+    names = [tool["function"]["name"] for tool in request.tools]
+    if "transfer_to_expert" in names:
+        return calls_of(("transfer_to_expert", "{}"), reasoning_content="a tool will know")
+    if "temperature" in names and "21" not in results:
+        return calls_of(("temperature", '{"place": "Rome"}'), reasoning_content="a tool will know")
+    return "It has 21 degrees." if "21" in results else "I do not know."
+
+
+@pytest.fixture(scope="module")
+def agents() -> Any:
+    """The SDK, imported when needed: it takes seconds."""
+    return pytest.importorskip("agents", reason="openai-agents is not installed")
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend(agents_script)
+
+
+@pytest.fixture(scope="module")
+def url(shared_gateway: Any, backend: FakeBackend) -> str:
+    return f"{shared_gateway({MODEL: backend}).url}/v1"
+
+
+@pytest.fixture
+async def config(agents: Any, url: str) -> AsyncIterator[Any]:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield agents.RunConfig(model_provider=agents.OpenAIProvider(openai_client=client), tracing_disabled=True)
+
+
+@pytest.fixture
+def temperature(agents: Any) -> Any:
+    def temperature(place: str) -> str:
+        """The temperature of a place."""
+        assert place == "Rome"
+        return "21"
+
+    return agents.function_tool(temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_tool_is_called(agents: Any, config: Any, temperature: Any, backend: FakeBackend) -> None:
+    agent = agents.Agent(name="guide", instructions="be brief", model=MODEL, tools=[temperature])
+    result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
+    assert result.final_output == "It has 21 degrees."
+    system, user, turn, tool = backend.requests[-1].messages or ()
+    assert (system["content"], user["content"], tool["content"]) == ("be brief", "how warm is Rome?", "21")
+    assert turn["tool_calls"][0]["function"] == {"name": "temperature", "arguments": '{"place": "Rome"}'}
+    assert turn["reasoning_content"] == "a tool will know"
+    assert result.raw_responses[-1].usage.input_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_streaming(agents: Any, config: Any, temperature: Any) -> None:
+    agent = agents.Agent(name="guide", model=MODEL, tools=[temperature])
+    result = agents.Runner.run_streamed(agent, "how warm is Rome?", run_config=config)
+    events = [event async for event in result.stream_events()]
+    raw = [event.data for event in events if event.type == "raw_response_event"]
+    text = "".join(event.delta for event in raw if event.type == "response.output_text.delta")
+    assert text == result.final_output == "It has 21 degrees."
+    items = [event.item.type for event in events if event.type == "run_item_stream_event"]
+    assert items == ["reasoning_item", "tool_call_item", "tool_call_output_item", "message_output_item"]
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_handoff(agents: Any, config: Any, temperature: Any, backend: FakeBackend) -> None:
+    expert = agents.Agent(name="expert", instructions="you know", model=MODEL, tools=[temperature])
+    guide = agents.Agent(name="guide", model=MODEL, handoffs=[expert])
+    result = await agents.Runner.run(guide, "how warm is Rome?", run_config=config)
+    assert result.final_output == "It has 21 degrees." and result.last_agent.name == "expert"
+    assert (backend.requests[-1].messages or [{}])[0]["content"] == "you know"
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_structured_output(agents: Any, config: Any, backend: FakeBackend) -> None:
+    agent = agents.Agent(name="guide", model=MODEL, output_type=Weather)
+    result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
+    assert result.final_output == Weather(place="Rome", degrees=21)
+    form = backend.requests[-1].sampling.structured_outputs
+    assert form is not None and isinstance(form.json, dict) and set(form.json["properties"]) == {"place", "degrees"}
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_conversations_go_on_by_id(agents: Any, config: Any, backend: FakeBackend) -> None:
+    agent = agents.Agent(name="guide", model=MODEL)
+    first = await agents.Runner.run(agent, "one", run_config=config)
+    await agents.Runner.run(agent, "two", previous_response_id=first.last_response_id, run_config=config)
+    said = [message["content"] for message in backend.requests[-1].messages or ()]
+    assert said == ["one", "I do not know.", "two"]
+    result = [*first.to_input_list(), {"role": "user", "content": "two"}]
+    await agents.Runner.run(agent, result, run_config=config)
+    assert [message["content"] for message in backend.requests[-1].messages or ()] == said
