@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -31,11 +31,9 @@ from agentspec.recordings.redaction import Redaction
 from agentspec.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
-    from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch.text.model_text import ModelText
     from agentspec.cache import SuffixCache
     from agentspec.cache.tokens import SequenceRecord
-    from agentspec.recordings.replay import EncodedCall
     from agentspec.settings.load import Settings
 
 PathOption = Annotated[str | None, typer.Option(help="The cache's folder or address [default: cache.path]")]
@@ -48,7 +46,7 @@ app = typer.Typer(help="Look into the token cache, fill it, look after it, or ma
 
 @app.command()
 def stats(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
-    """Print how much the cache on disk holds. It may be in use by a server meanwhile."""
+    """Print how much the cache on disk holds. A server may use it at the same time."""
     from agentspec.cache import SuffixCache
 
     with SuffixCache.open(folder_of(load(config), path), mode="follower") as opened:
@@ -78,7 +76,15 @@ def forget(
     settings = load(config)
     folder = folder_of(settings, path)
     conditions = _conditions(session, tenant, older_than) | _search(settings, text, model)
-    described = _describe(session, tenant, older_than, model)
+    if not conditions:
+        raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
+    shown_conditions = {
+        f"session {session!r}": session,
+        f"tenant {tenant!r}": tenant,
+        f"older than {older_than}": older_than,
+        f"holding the text, from models with the tokenizer of {model}": model,
+    }
+    described = ", ".join(words for words, value in shown_conditions.items() if value is not None)
     if not yes:
         typer.confirm(f"Forget in {shown(folder)}: {described}? It cannot be undone.", abort=True, err=True)
     with SuffixCache.open(folder, mode="follower", memory_bytes=_FORGET_MEMORY) as opened:
@@ -106,7 +112,7 @@ def _wait_for_erasure(opened: SuffixCache) -> bool:
     """Wait until no byte of what was deleted is left, which the cache's own thread tries again and again."""
     until = time.monotonic() + _ERASURE_SECONDS
     if opened.stats().erasure_pending:
-        typer.echo(f"deleted; waiting up to {_ERASURE_SECONDS:g} s until nobody reads the files", err=True)
+        typer.echo(f"deleted; waiting up to {_ERASURE_SECONDS:g} s until no process reads the files", err=True)
     while opened.stats().erasure_pending:
         if time.monotonic() >= until:
             return False
@@ -138,24 +144,11 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
     return {"text": wanted, "decode": TokenizerAdapter(tokenizer).decode, "tokenizer": tokenizer_hash}
 
 
-def _describe(session: str | None, tenant: str | None, older_than: str | None, model: str | None) -> str:
-    words = {
-        f"session {session!r}": session,
-        f"tenant {tenant!r}": tenant,
-        f"older than {older_than}": older_than,
-        f"holding the text, from models with the tokenizer of {model}": model,
-    }
-    described = ", ".join(what for what, value in words.items() if value is not None)
-    if not described:
-        raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
-    return described
-
-
 @app.command()
 def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
     """Check the database, every sequence and the index built from them; exit code 1 if something is wrong.
 
-    Changes nothing. A server may use the folder meanwhile.
+    Changes nothing. A server may use the folder at the same time.
     """
     from rich.console import Console
 
@@ -250,31 +243,24 @@ def _location(path: str) -> Path | str:
 
 
 def reference_of(settings: Settings, name: str) -> str:
-    """The model reference of a configured model or backend name; any other name is itself a reference.
-
-    For a strategy it is the reference of the base model.
+    """The model reference of a configured model or backend, of a strategy that of its base model. Any other name is
+    itself a reference.
     """
-    local = _local(settings, name)
-    return name if local is None else local.model
-
-
-def _local(settings: Settings, name: str) -> TorchSettings | None:
-    """The local backend of a model or backend name."""
     from agentspec.backends.settings import TorchSettings
     from agentspec.settings.models import ModelSettings
 
     model = settings.models.get(name)
     if model is not None and not isinstance(model, ModelSettings):
-        return _local(settings, model.base)
+        return reference_of(settings, model.base)
     found = settings.backends.get(name if model is None else model.sources[0])
-    return found if isinstance(found, TorchSettings) else None
+    return found.model if isinstance(found, TorchSettings) else name
 
 
 @app.command("import")
 def import_files(
     files: Files,
     model: Annotated[str, typer.Option(help="The model that will draft from them; its tokenizer reads them")],
-    tenant: Annotated[str, typer.Option(help="Whose they become")] = DEFAULT_TENANT,
+    tenant: Annotated[str, typer.Option(help="The tenant that they become part of")] = DEFAULT_TENANT,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
     config: ConfigOption = None,
@@ -287,47 +273,59 @@ def import_files(
     Code, Codex), and traces. Keys and passwords are replaced by [REDACTED] first. All files are read before anything is
     stored; what is there already is not stored again. A server may use the folder.
     """
+    from agentspec.cache.storage.sequence_store import SequenceStore
+
     settings = load(config)
     folder = folder_of(settings, path, create=True)
-    text = _text(settings, model)
-    redaction = Redaction()
+    text, redaction = _text(settings, model), Redaction()
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[SequenceRecord] = []
         for file in found(files, console):
-            read = list(_rows(file, format_, text, tenant, redaction, on_bad, advance))
+            read = [
+                _record(one, text, tenant) for one in _encoded(file, format_, text, on_bad, advance, redaction.call)
+            ]
             if not read:
                 console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
             rows += read
-        kept = _admitted(rows, settings, text)
-        what = f"storing {plural(len(kept), 'sequence')} in {shown(folder)}"
+        admitted = _admitted(rows, settings, text)
+        what = f"storing {plural(len(admitted), 'sequence')} in {shown(folder)}"
         advance(what, 0)
-        added, known = _store(folder, kept)
-        advance(what, len(kept))
-    counts = {"added": added, "known": known, "refused": len(rows) - len(kept), "bad": len(bad)}
+        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+            added, known = store.add_missing(admitted)
+        advance(what, len(admitted))
+    counts = {"added": added, "known": known, "refused": len(rows) - len(admitted), "bad": len(bad)}
     if json:
-        print_json(counts | {"tokens": sum(len(row.tokens) for row in kept)})
+        print_json(counts | {"tokens": sum(len(row.tokens) for row in admitted)})
         return
     notes = {"known": "known already", "refused": "refused by a pattern", "bad": "lines left out"}
     more = "".join(f", {counts[name]} {words}" for name, words in notes.items() if counts[name])
     typer.echo(f"imported {plural(added, 'sequence')}{more}")
 
 
-def _rows(
+class _EncodedCall(NamedTuple):
+    call: RecordedCall
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def _encoded(
     file: Path,
     format_: Format | None,
     text: ModelText,
-    tenant: str,
-    redaction: Redaction,
     on_bad: OnBad,
     advance: Advance,
-) -> Iterator[SequenceRecord]:
-    """The sequences of a file."""
+    change: Callable[[RecordedCall], RecordedCall] = lambda call: call,
+) -> Iterator[_EncodedCall]:
+    """The calls of a file, as `change` returns them, with their tokens. One without tokens is a bad line."""
     for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
         try:
-            yield _row(redaction.call(recorded), text, tenant)
+            call = change(recorded)
+            tokens = text.encode(call.messages, call.answer, prompt=call.prompt, finished=call.finished)
         except InvalidRequestError as error:
             on_bad(BadLineError(recorded.place, error.message))
+        else:
+            yield _EncodedCall(call, *tokens)
 
 
 def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText) -> list[SequenceRecord]:
@@ -340,28 +338,15 @@ def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText) -
     return [row for row in rows if not refusal.refuses(row.context, row.tokens, text.tokenizer.decode)]
 
 
-def _store(folder: Path | str, rows: list[SequenceRecord]) -> tuple[int, int]:
-    from agentspec.cache.storage.sequence_store import SequenceStore
-
-    store = SequenceStore.open(folder, disk_bytes=None, mode="follower")
-    try:
-        return store.add_missing(rows)
-    finally:
-        store.close()
-
-
-def _row(recorded: RecordedCall, text: ModelText, tenant: str) -> SequenceRecord:
-    """The record that the engine would have stored for this call.
-
-    Raises `InvalidRequestError` for a call without tokens.
-    """
+def _record(encoded: _EncodedCall, text: ModelText, tenant: str) -> SequenceRecord:
+    """The record that the engine would have stored for this call."""
     from agentspec.cache.index import DEPTH
     from agentspec.cache.tokens import SequenceRecord, as_tokens
 
-    prompt, answer = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
-    created_at = time.time() if recorded.created_at is None else recorded.created_at
+    call, prompt, answer = encoded
+    created_at = time.time() if call.created_at is None else call.created_at
     tokens, context = as_tokens(answer), as_tokens(prompt[-DEPTH:])
-    return SequenceRecord(0, text.namespace(tenant), recorded.labels.session, tokens, context, created_at)
+    return SequenceRecord(0, text.namespace(tenant), call.labels.session, tokens, context, created_at)
 
 
 def _text(settings: Settings, model: str) -> ModelText:
@@ -381,21 +366,21 @@ def replay(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Tell what recorded calls would have saved with an empty cache at their start, without running a model.
+    """Compute what recorded calls would have saved with an empty cache at their start, without running a model.
 
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
-    from agentspec.recordings.replay import measure, replay_cache
+    from agentspec.cache.tokens import as_tokens
+    from agentspec.recordings.replay import EncodedCall, measure, replay_cache
 
-    encode = _encoder(load(config), model)
+    text = _text(load(config), model)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        recorded = (
-            call
-            for file in found(files, console)
-            for call in counted(recorded_calls(file, format_, on_bad), str(file), advance)
-        )
-        encoded = list(islice(_encoded(recorded, encode, on_bad), calls))
+        read = (one for file in found(files, console) for one in _encoded(file, format_, text, on_bad, advance))
+        encoded = [
+            EncodedCall(one.call.labels.session or "", as_tokens(one.prompt), as_tokens(one.answer))
+            for one in islice(read, calls)
+        ]
         if not encoded:
             raise ConfigurationError(f"no model calls in {', '.join(map(str, files))}")
         what = f"replaying {plural(len(encoded), 'call')}"
@@ -406,30 +391,3 @@ def replay(
         print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
     else:
         typer.echo(str(savings))
-
-
-def _encoder(settings: Settings, model: str) -> Callable[[RecordedCall], EncodedCall]:
-    """An encoder of recorded calls as token arrays; it raises `InvalidRequestError` for bad calls."""
-    from agentspec.cache.tokens import as_tokens
-    from agentspec.recordings.replay import EncodedCall
-
-    text = _text(settings, model)
-
-    def encode(recorded: RecordedCall) -> EncodedCall:
-        tokens = text.encode(recorded.messages, recorded.answer, prompt=recorded.prompt, finished=recorded.finished)
-        prompt, answer = map(as_tokens, tokens)
-        return EncodedCall(recorded.labels.session or "", prompt, answer)
-
-    return encode
-
-
-def _encoded(
-    recorded: Iterable[RecordedCall], encode: Callable[[RecordedCall], EncodedCall], on_bad: OnBad
-) -> Iterator[EncodedCall]:
-    for call in recorded:
-        try:
-            encoded = encode(call)
-        except InvalidRequestError as error:
-            on_bad(BadLineError(call.place, error.message))
-        else:
-            yield encoded

@@ -57,9 +57,8 @@ def check(config: ConfigOption = None) -> None:
     settings = load(config)
     _read_secrets(settings)
     notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
-    notes += _without_path(settings)
     if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):
-        notes.append('nobody can read /metrics: give one of server.api_keys the role "operator"')
+        notes.append('no key can read /metrics: give one of server.api_keys the role "operator"')
     typer.echo(f"ok: {config_file(config) or 'no configuration file; environment and defaults'}")
     for note in notes:
         typer.echo(f"note: {note}")
@@ -97,38 +96,28 @@ def effective_values(settings: Settings) -> list[dict[str, Any]]:
     its `source`, and its `origin`, the name of the variable or file, empty for flags and defaults.
     """
     values = []
-    for key, value in _flatten(settings, ()):
+    for key, value in _leaves(settings.model_dump(mode="json"), ()):
         source, origin = settings.origin(key)
         values.append({"key": ".".join(key), "value": _masked(value), "source": source, "origin": origin})
     return values
 
 
-def _flatten(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every single value below a table of settings, with its key."""
-    from pydantic import BaseModel
-
-    if not isinstance(value, BaseModel | Mapping):
+def _leaves(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every single value below a table of settings, with its key."""
+    if not isinstance(value, Mapping):
         yield key, value
         return
-    for name, child in value.items() if isinstance(value, Mapping) else value:
-        yield from _flatten(child, (*key, name))
+    for name, child in value.items():
+        yield from _leaves(child, (*key, name))
 
 
 def _masked(value: Any) -> Any:
-    """The value as JSON data, without secrets and passwords."""
-    from pydantic import BaseModel, SecretStr
-
+    """The value without passwords in addresses; pydantic has masked other secrets."""
     from agentspec.cache.settings import without_password
 
-    if isinstance(value, SecretStr):
-        return str(value)
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return [_masked(item) for item in value]
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    return int(value) if isinstance(value, int) else without_password(str(value))
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _salts(settings: Settings) -> dict[str, str]:
@@ -140,18 +129,6 @@ def _salts(settings: Settings) -> dict[str, str]:
         raise ConfigurationError("salts last only with a secret: set AGENTSPEC_SERVER__SECRET or server.secret_file")
     isolation = TenantIsolation(server.read_secret(), required=True)
     return {isolation.salt(tenant, None): tenant for tenant in sorted(server.tenant_names)}
-
-
-def _without_path(settings: Settings) -> list[str]:
-    """A note for each upstream with an address that ends behind the host, which is right for few servers."""
-    from agentspec.backends.settings import OpenAISettings
-
-    notes = []
-    for name, backend in settings.backends.items():
-        urls = (backend.base_url, *(backend.base_urls or ())) if isinstance(backend, OpenAISettings) else ()
-        if any(url is not None and url.path in (None, "/") for url in urls):
-            notes.append(f"the address of backends.{name} ends behind the host: most servers answer below /v1")
-    return notes
 
 
 def _read_secrets(settings: Settings) -> None:

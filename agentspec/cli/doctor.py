@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.model_store import STORE_VARIABLE, store_folder
 from agentspec.backends.settings import EncoderSettings, OpenAISettings, TorchSettings
-from agentspec.errors import EXTRAS, AgentSpecError, ConfigurationError, install_advice
+from agentspec.errors import EXTRAS, AgentSpecError, install_advice
 from agentspec.reasoning.settings import IndexSettings
 from agentspec.settings.load import Settings
 from agentspec.version import __version__
@@ -41,24 +41,24 @@ def all_checks(settings: Settings) -> Iterator[Check]:
     """Every check that applies to `settings`; quick checks come first."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("agentspec", "ok", __version__)
+    local = {name: one for name, one in settings.backends.items() if not isinstance(one, OpenAISettings)}
     indexed = any(isinstance(knowledge, IndexSettings) for knowledge in settings.knowledge.values())
-    needed = {*(["torch"] if _local(settings) else []), *(["retrieval"] if indexed else [])}
+    needed = {*(["torch"] if local else []), *(["retrieval"] if indexed else [])}
     for extra in EXTRAS:
         yield check_extra(extra, needed=extra in needed)
     yield check_native()
     if isinstance(settings.cache.path, Path):
         yield check_folder("cache folder", settings.cache.path, "cache.path")
-    if local := _local(settings):
+    if local:
         yield check_folder("model store", store_folder(), STORE_VARIABLE)
-    for name, run_here in local.items():
-        yield check_device(name, run_here)
-        yield check_model(name, run_here)
-        if isinstance(run_here, TorchSettings) and run_here.draft_model is not None and run_here.max_draft_tokens:
-            drafting = run_here.model_copy(update={"model": run_here.draft_model})
-            yield check_model(name, drafting, setting="draft_model")
     for name, backend in settings.backends.items():
         if isinstance(backend, OpenAISettings):
             yield from check_servers(name, backend)
+            continue
+        yield check_device(name, backend)
+        yield check_model(name, "model", backend.model)
+        if isinstance(backend, TorchSettings) and backend.draft_model is not None and backend.max_draft_tokens:
+            yield check_model(name, "draft_model", backend.draft_model)
 
 
 def check_extra(extra: str, *, needed: bool) -> Check:
@@ -107,18 +107,19 @@ def check_device(name: str, settings: TorchSettings | EncoderSettings) -> Check:
         device = choose_device(settings.device)
         wanted = settings.dtype if isinstance(settings, TorchSettings) else "float32"
         dtype = str(choose_dtype(wanted, device)).removeprefix("torch.")
-    except ConfigurationError as error:
-        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.{error.param or 'device'}")
     except (ImportError, AgentSpecError) as error:
-        return Check(f"{name}: device", "fail", str(error), f"correct backends.{name}.device or install torch for it")
+        setting = getattr(error, "param", None) or "device"
+        return Check(
+            f"{name}: device", "fail", str(error), f"correct backends.{name}.{setting}, or install torch for it"
+        )
     return Check(f"{name}: device", "ok", f"{device} in {dtype} ({os.cpu_count()} CPUs)")
 
 
-def check_model(name: str, settings: TorchSettings | EncoderSettings, *, setting: str = "model") -> Check:
-    """Whether the backend's model is ready, or of a kind that is fetched; `setting` is the setting that names it."""
+def check_model(name: str, setting: str, ref: str) -> Check:
+    """Whether the model that `setting` of a backend names is ready, or of a kind that is fetched."""
     from agentspec.backends.model_store import locate, require_known
 
-    label, ref = f"{name}: {setting.replace('_', ' ')}", settings.model
+    label = f"{name}: {setting.replace('_', ' ')}"
     try:
         require_known(ref)
         if files := locate(ref):
@@ -191,9 +192,3 @@ def check_drafter(name: str, drafter: DrafterInfo) -> Check:
         return Check(label, "ok", f"agentspec {drafter.version}, as vLLM's {drafter.method} method")
     detail = drafter.name or "unknown: agentspec's plug-in is not loaded there, or the server publishes no metrics"
     return Check(label, "note", detail, "docs/engines.md says how to use agentspec's drafter")
-
-
-def _local(settings: Settings) -> dict[str, TorchSettings | EncoderSettings]:
-    """The backends that this process runs with torch, by name."""
-    run_here = (TorchSettings, EncoderSettings)
-    return {name: backend for name, backend in settings.backends.items() if isinstance(backend, run_here)}

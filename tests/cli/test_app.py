@@ -1,11 +1,17 @@
+"""The program as a whole: help, exit codes, and how its commands say what went wrong."""
+
 from __future__ import annotations
 
+import gzip
+import json
 import re
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
-COMMANDS = ["serve", "demo", "bench", "model", "cache", "config", "doctor"]
+from agentspec.backends.model_store import BUILTIN
+
+COMMANDS = ["serve", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn"]
 
 
 def test_help_names_every_command_and_the_exit_codes(program):
@@ -14,30 +20,229 @@ def test_help_names_every_command_and_the_exit_codes(program):
     assert "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration" in result.output
     for command in COMMANDS:
         assert re.search(rf"^\W*{command}\b", result.output, re.MULTILINE)
+        assert "Usage:" in program(command, "--help").output
+    assert re.fullmatch(r"agentspec \d+\.\d+\.\d+\n", program("--version").output)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(program, command):
-    result = program(command, "--help")
-    assert result.exit_code == 0
-    assert "Usage:" in result.output
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["serve", "--port", "x"], ["config", "nonsense"], ["demo", "--tasks", "0"]]
+)
+def test_wrong_usage_exits_with_2(program, arguments):
+    assert program(*arguments).exit_code == 2
 
 
-def test_version(program):
-    result = program("--version")
-    assert result.exit_code == 0
-    assert re.fullmatch(r"agentspec \d+\.\d+\.\d+\n", result.output)
+def test_a_configuration_that_cannot_work_is_one_line_with_code_2_and_a_failure_one_with_code_1(program):
+    Path("agentspec.toml").write_text("[server]\nport = 'x'\n")
+    wrong = program("serve")
+    assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1) and wrong.stderr.startswith(
+        "agentspec: agentspec.toml: "
+    )
+    failed = program("model", "fetch", "smollm")
+    assert (failed.exit_code, failed.stderr.count("\n")) == (1, 1) and "smollm2-135m" in failed.stderr
 
 
-def test_names_that_no_encoding_holds_are_printed(program, monkeypatch):
-    """A file's name may be any bytes, and a label half a surrogate pair."""
-    found = SimpleNamespace(folder="odd \udcff \ud800")
-    monkeypatch.setattr("agentspec.backends.model_store.resolve", lambda name: found)
-    result = program("model", "fetch", "smollm2-135m")
-    assert (result.exit_code, result.output) == (0, "odd \\udcff \\ud800\n")
+def test_a_missing_extra_says_how_to_install_it(program, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
+    result = program("kb", "build", __file__, "--out", "kb", "--kind", "bm25")
+    assert result.exit_code == 1 and "needs bm25s; in a checkout of agentspec, run: pip install '.[retrieval]'" in (
+        result.stderr
+    )
 
 
-def test_wrong_usage_exits_with_2(program):
-    assert program("nonsense").exit_code == 2
-    assert program("serve", "--port", "x").exit_code == 2
-    assert program("config", "nonsense").exit_code == 2
+def test_names_that_no_encoding_holds_are_printed(program, tmp_path):
+    """A file's name may be any bytes."""
+    (tmp_path / "odd \udcff.toml").touch()
+    result = program("config", "check", "--config", tmp_path / "odd \udcff.toml")
+    assert (result.exit_code, result.output) == (0, f"ok: {tmp_path}/odd \\udcff.toml\n")
+
+
+def test_built_in_models_are_listed(program):
+    lines = program("model", "fetch").output.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILTIN)
+    assert all(" not fetched " in line for line in lines)
+
+
+@pytest.mark.model
+def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
+    assert "smollm2-135m   ready" in program("model", "fetch").output
+
+
+# `agentspec serve`, which the tests of the gateway start for real ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "a", "--upstream", "http://b"), "give --model or --upstream, not both"),
+        (("--upstream", "nope"), "command line: backends.upstream.base_url = 'nope'"),
+        (("--model", "./absent", "--no-store"), "./absent"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(program, arguments, says):
+    result = program("serve", "--port", 0, *arguments)
+    assert result.exit_code in (1, 2) and says in result.output + result.stderr
+
+
+def test_options_of_serve_come_before_the_file(program, monkeypatch):
+    given = []
+    monkeypatch.setattr("agentspec.proxy.serving.serve", lambda settings, log_level: given.append(settings))
+    Path("agentspec.toml").write_text(
+        '[server]\nport = 1\n[models.fast]\nbackend = "local"\n[backends.local]\nkind = "torch"'
+    )
+    assert program("serve", "--upstream", "http://127.0.0.1:8000/v1", "--no-store", "--host", "::1").exit_code == 0
+    [settings] = given
+    assert (list(settings.backends), settings.models, settings.cache.store) == (["upstream"], {}, False)
+    assert (settings.server.host, settings.server.port) == ("::1", 1)
+
+
+# `agentspec demo` ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_runs(program, default_model, monkeypatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
+    result = program("demo", "--tasks", "1", "--max-tokens", "8")
+    assert result.exit_code == 0, result.output
+    heading, *rows, last = result.output.splitlines()
+    assert heading.split() == ["step", "tokens", "forwards", "tokens/forward", "tok/s", "off", "tok/s", "on", "speedup"]
+    assert [row.split()[0] for row in rows] == ["write", "critique", "revise"]
+    for row in rows:
+        _, tokens, forwards, *_, speedup = row.split()
+        assert tokens == "8" and int(forwards) > 0 and speedup.endswith("x")
+    assert last == "Outputs: identical with speculation off and on, in all 3 calls."
+
+
+# `agentspec verify` --------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_exact_and_how_it_looked(program, tiny_model: Path, tmp_path: Path) -> None:
+    result = program("verify", "--model", tiny_model, "--limit", 2, "--max-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert f"{tiny_model}, float32 on cpu: 4 answers, half greedy, half sampled" in result.output
+    for way in ("on, cold", "on, warm", "on, side by side"):
+        assert f"  {way}: 4 of 4 equal those without speculation" in result.output
+    assert result.output.rstrip().endswith("exact")
+    refused = program("verify", "--model", tiny_model, "--max-tokens", 2048)
+    assert refused.exit_code == 2
+    assert "no prompt leaves room for 2048 of the model's 2048 tokens" in refused.output
+
+
+def test_verify_reads_recorded_calls(program, tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "calls.jsonl"
+    delta = [{"role": "user", "content": "hello"}]
+    file.write_text(json.dumps({"session": "a", "messages_delta": delta, "response": "hi"}) + "\n")
+    result = program("verify", "--model", tiny_model, "--calls", file, "--max-tokens", 4, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["exact"] and record["divergences"] == []
+    assert {way: len(answers) for way, answers in record["answers"].items()} == {
+        "off": 2, "on, cold": 2, "on, warm": 2, "on, side by side": 2
+    }  # fmt: skip
+
+
+def test_a_difference_is_shown_and_fails(program, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentspec.backends.torch import exactness
+
+    async def verify(*_: object) -> exactness.ExactnessReport:
+        parted = exactness.TokenDivergence("on, cold", 1, 2, 65, 66, 0.25, 0.26, 1e-3)
+        return exactness.ExactnessReport({"off": [[1], [2]], "on, cold": [[1], [3]]}, [parted])
+
+    monkeypatch.setattr(exactness, "check_exactness", verify)  # no engine of ours parts
+    result = program("verify", "--model", tiny_model, "--limit", 1)
+    assert result.exit_code == 1
+    assert "on, cold: 1 of 2 equal those without speculation" in result.output
+    assert "on, cold, answer 2, token 3: " in result.output
+    assert "+0.25 token by token, +0.26 in one forward, no near-tie (limit 0.001)" in result.output
+    assert "NOT exact" in result.output
+
+
+# `agentspec bench`, whose measurements have tests of their own -------------------------------------------------------
+
+
+def test_cache_prints_and_writes_what_it_measured(program, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = ["[UNK]", "user", "assistant", "check", "the", "order", "again", "please"]
+    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    built.pre_tokenizer = Whitespace()
+    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    log, traces, out = tmp_path / "runs.json", tmp_path / "first.jsonl.gz", tmp_path / "out.json"
+    turns = [("user", "check the order"), ("assistant", "again please"), ("user", "please"), ("assistant", "again")]
+    log.write_text(json.dumps([{"task_id": 0, "traj": [{"role": r, "content": c} for r, c in turns]}]))
+    assert program("bench", "traces", "tau-bench", log, "--out", traces).output.startswith("2 calls written to")
+    assert program("bench", "traces", "other-bench", log, "--out", traces).exit_code == 2
+    assert len(gzip.decompress(traces.read_bytes()).splitlines()) == 2
+    result = program(
+        *("bench", "cache", "--data", traces, "--tokenizer", tmp_path, "--calls", 2, "--budgets", 2, 4),
+        *("--no-costs", "--json", out),
+    )
+    assert result.exit_code == 0 and "Tokens per step" in result.output, result.output
+    data = json.loads(out.read_text())
+    assert data["files"][0]["name"] == "first" and data["costs"] is None
+    assert program("bench", "gpu", "--traces", traces).exit_code == 2  # without a tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.counted
+def test_gpu_runs_without_traces(program, tmp_path):
+    out = tmp_path / "out.json"
+    result = program("bench", "gpu", "--shape", "tiny", "--device", "cpu", "--questions", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "on CPU" in result.output and "left out: recorded answers: no traces" in result.output
+    assert json.loads(out.read_text())["shape"] == "tiny"
+
+
+def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
+    file = tmp_path / "one.jsonl"
+    file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
+    result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
+    assert result.exit_code == 2 and "fewer than 7 questions" in result.output
+    result = program("bench", "retrieval", "--corpus", file, "--questions", file)
+    assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
+
+
+def test_calls_of_tools_are_predicted_from_recorded_sessions(program, tmp_path):
+    lines, out = [], tmp_path / "out.json"
+    for number in range(12):
+        call = json.dumps({"name": "get_user", "arguments": {"id": f"ann_{number}"}})
+        said = [{"role": "user", "content": f"I am ann_{number}"}]
+        lines.append(json.dumps({"session": str(number), "messages_delta": said, "response": call}))
+    (tmp_path / "sessions.jsonl").write_text("\n".join(lines))
+    result = program("bench", "tools", tmp_path / "sessions.jsonl", "--json", out)
+    assert result.exit_code == 0 and "Calls predicted" in result.output, result.output
+    data = json.loads(out.read_text())["files"]["sessions.jsonl"]
+    assert data["top_1"] <= data["top_3"]
+
+
+def placement(program, *chosen):
+    calls = Path(__file__).resolve().parents[2] / "examples" / "calls.jsonl"
+    sizes = ("--engines", 2, "--sessions", 40, "--seeds", 2, "--rate", 2)
+    return program("bench", "placement", calls, *sizes, *chosen)
+
+
+def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program, tmp_path: Path) -> None:
+    scenario, out = tmp_path / "scenario.json", tmp_path / "out.json"
+    scenario.write_text('{"pause": 0.5, "costs": {"step": 0.03}}')
+    chosen = ("--policy", "round_robin,workflow", "--order", "arrival,deadline", "--scenario", scenario)
+    done = placement(program, *chosen, "--json", out)
+    assert done.exit_code == 0, done.output
+    for said in ("rate = 2", "pause = 0.5", "step = 0.03", "workflow", "deadline", "Medians of 2 seeds"):
+        assert said in done.output
+    written = json.loads(out.read_text())
+    assert written["seeds"] == [0, 1] and written["scenario"]["costs"]["step"] == 0.03
+    assert [(one["policy"], one["order"]) for one in written["variants"]][-1] == ("workflow", "deadline")
+    assert all(figures["sessions"] == 36 for one in written["variants"] for figures in one["figures"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(("--policy", "best"), "round_robin"), (("--policy", ","), "round_robin"), (("--order", ""), "arrival")],
+)
+def test_placement_refuses_what_it_does_not_know(program, given: tuple[str, ...], says: str) -> None:
+    done = placement(program, *given)
+    assert done.exit_code == 2 and says in done.output

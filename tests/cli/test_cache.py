@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.storage.sqlite import DATABASE
+
+DATABASE = "sequences.sqlite3"
 
 
 @pytest.fixture
@@ -22,37 +23,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_stats_of_a_folder(program, folder):
-    values = json.loads(program("cache", "stats", "--path", folder, "--json").output)
+def test_stats_of_the_folder_that_is_named_or_configured_while_it_is_in_use(program, folder):
+    Path("agentspec.toml").write_text(f'[cache]\npath = "{folder}"\n')
+    with SuffixCache.open(folder):
+        values = json.loads(program("cache", "stats", "--json").output)
     assert values["sequences"] == 1
     lines = dict(line.split(maxsplit=1) for line in program("cache", "stats", "--path", folder).output.splitlines())
     assert lines["sequences"] == "1" and re.fullmatch(r"\d+\.\d\d", lines["behind"])
     assert set(lines) == set(values)
 
 
-def test_stats_of_the_configured_folder_while_it_is_in_use(program, folder):
-    Path("agentspec.toml").write_text(f'[cache]\npath = "{folder}"\n')
-    with SuffixCache.open(folder):
-        result = program("cache", "stats", "--json")
-    assert json.loads(result.output)["sequences"] == 1
-
-
-def test_without_a_folder_there_is_nothing_to_look_into(program, tmp_path):
-    result = program("cache", "stats")
-    assert (result.exit_code, "give --path FOLDER, or set cache.path" in result.stderr) == (2, True)
-    result = program("cache", "stats", "--path", tmp_path / "absent")
-    assert (result.exit_code, "no cache at" in result.stderr) == (2, True)
-    assert not (tmp_path / "absent").exists()
-
-
 @pytest.mark.parametrize("command", ["stats", "compact"])
-def test_no_cache_is_made_in_a_folder_without_one(program, tmp_path, command):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "give --path FOLDER, or set cache.path"),
+        (("--path", "absent"), "no cache at"),
+        (("--path", "other"), "no cache at"),
+        (("--path", ""), "--path must not be empty"),
+    ],
+)
+def test_without_a_cache_there_is_nothing_to_look_into_and_none_is_made(program, tmp_path, command, options, says):
     (tmp_path / "other").mkdir()
-    result = program("cache", command, "--path", tmp_path / "other")
-    assert (result.exit_code, "no cache at" in result.stderr) == (2, True)
-    result = program("cache", command, "--path", "")
-    assert (result.exit_code, "--path must not be empty" in result.stderr) == (2, True)
-    assert not list((tmp_path / "other").iterdir())
+    result = program("cache", command, *options)
+    assert (result.exit_code, says in result.stderr) == (2, True)
+    assert not (tmp_path / "absent").exists() and not list((tmp_path / "other").iterdir())
 
 
 @pytest.fixture
@@ -80,7 +75,7 @@ def test_forgetting(program, conversations, options, forgotten):
     assert json.loads(program("cache", "stats", "--path", conversations, "--json").output)["sequences"] == 3 - forgotten
 
 
-def test_forgetting_asks_and_tells(program, conversations):
+def test_forgetting_asks_and_says_what_it_did(program, conversations):
     refused = program("cache", "forget", "--path", conversations, "--session", "s")
     assert (refused.exit_code, "cannot be undone" in refused.stderr) == (1, True)
     result = program("cache", "forget", "--path", conversations, "--session", "s", "--tenant", "b", "-y")
@@ -88,9 +83,9 @@ def test_forgetting_asks_and_tells(program, conversations):
     assert "backups" in result.output
 
 
-def test_forgetting_waits_for_who_reads_and_else_fails(program, conversations, monkeypatch):
-    monkeypatch.setattr("agentspec.cli.cache._ERASURE_SECONDS", 0.0)
-    database = conversations / "sequences.sqlite3"
+def test_forgetting_waits_for_readers_and_else_fails(program, conversations, monkeypatch):
+    monkeypatch.setattr("agentspec.cli.cache._ERASURE_SECONDS", 0.0)  # a minute
+    database = conversations / DATABASE
     with closing(sqlite3.connect(database, isolation_level=None)) as reader:
         [(row,)] = reader.execute("SELECT tokens FROM sequences WHERE tenant = 'b'").fetchall()
         reader.execute("BEGIN")

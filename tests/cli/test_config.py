@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from agentspec.backends.openai.isolation import TenantIsolation
 
 UPSTREAM = '[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
@@ -20,11 +18,8 @@ def test_show_prints_every_value_with_its_source(program, monkeypatch):
     assert lines["server.host"][-2:] == ["env", "AGENTSPEC_SERVER__HOST"]
     assert lines["cache.path"][2:] == ["unset", "#", "default"]
     assert "sk-secret" not in result.output
-
-
-def test_show_as_json(program):
     rows = json.loads(program("config", "show", "--json").output)
-    assert {"key": "server.port", "value": 8700, "source": "default", "origin": ""} in rows
+    assert {"key": "server.drain_timeout", "value": 30.0, "source": "default", "origin": ""} in rows
 
 
 def test_the_file_is_the_one_named_or_the_variables_or_the_one_here(program, tmp_path, monkeypatch):
@@ -55,19 +50,11 @@ def test_check_reports_what_cannot_work(program):
         assert message in result.stderr
 
 
-def test_check_tells_of_backends_that_nobody_can_ask_for(program):
+def test_check_notes_backends_that_no_client_can_ask_for(program):
     Path("agentspec.toml").write_text(UPSTREAM + '[backends.local]\nkind = "torch"\n')
     result = program("config", "check")
     [note] = [line for line in result.output.splitlines() if line.startswith("note: ")]
     assert result.exit_code == 0 and "backends.up:" in note and 'backend = "up"' in note and "backends.up.model" in note
-
-
-@pytest.mark.parametrize(("url", "noted"), [("http://me:s3cret@host", True), ("http://host/v1", False)])
-def test_check_tells_of_an_address_without_a_path(program, monkeypatch, url, noted):
-    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__KIND", "openai")
-    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__BASE_URL", url)
-    output = program("config", "check").output
-    assert ("note: the address of backends.up ends behind the host" in output) == noted and "s3cret" not in output
 
 
 def test_check_finds_one_key_for_two_tenants(program, monkeypatch):
@@ -90,7 +77,7 @@ def test_salts_are_those_that_the_gateway_sends(program, monkeypatch):
     assert found == {isolation.salt(tenant, None): tenant for tenant in "ab"}
 
 
-def test_check_tells_that_nobody_can_read_the_metrics(program, monkeypatch):
+def test_check_notes_that_no_key_can_read_the_metrics(program, monkeypatch):
     monkeypatch.setenv("KEY", "sk-secret")
     monkeypatch.setenv("WATCH", "sk-watch")
     tenant, operator = (
@@ -98,19 +85,6 @@ def test_check_tells_that_nobody_can_read_the_metrics(program, monkeypatch):
         '[[server.api_keys]]\nrole = "operator"\nkey_env = "WATCH"\n',
     )
     Path("agentspec.toml").write_text(tenant)
-    assert "nobody can read /metrics" in program("config", "check").output
+    assert "no key can read /metrics" in program("config", "check").output
     Path("agentspec.toml").write_text(tenant + operator)
     assert program("config", "check").output == "ok: agentspec.toml\n"
-
-
-def test_check_finds_shares_that_cannot_be(program, monkeypatch):
-    monkeypatch.setenv("KEY", "sk-secret")
-    key = '[[server.api_keys]]\ntenant = "a"\nkey_env = "KEY"\n'
-    for text, message in [
-        ("[server.tenants.b]\nweight = 2\n", "server.tenants.b is the tenant of no API key; known: a, default"),
-        ("[server.tenants.a]\nweight = 0\n", "weight"),
-        ("[server.tenants.a]\nwieght = 1\n", "did you mean 'weight'?"),
-    ]:
-        Path("agentspec.toml").write_text(text + key)
-        result = program("config", "check")
-        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr

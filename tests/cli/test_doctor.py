@@ -1,25 +1,23 @@
+"""`agentspec doctor` says what is broken and what to do about it."""
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.cli import doctor
-from agentspec.cli.doctor import (
-    all_checks,
-    check_device,
-    check_extra,
-    check_folder,
-    check_model,
-    check_upstream,
-)
-from agentspec.errors import install_advice
-from agentspec.settings.load import Settings, load_settings
 from tests.proxy.conftest import Received, upstream
 
 __all__ = ["upstream"]
+DOWN = 'kind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
+
+
+def checks(program: Any, text: str) -> dict[str, dict[str, str]]:
+    """The checks by their names, with this configuration."""
+    Path("agentspec.toml").write_text(text)
+    return {row["name"]: row for row in json.loads(program("doctor", "--json").stdout)}
 
 
 def answered(request: Received, owner: str = "somebody", metrics: str | None = None) -> None:
@@ -36,126 +34,78 @@ def answered(request: Received, owner: str = "somebody", metrics: str | None = N
     return request.answer(json.dumps(body or {}).encode(), 404 if body is None else 200)
 
 
-def test_an_upstream_that_answers(upstream):
-    [check] = check_upstream("up", OpenAISettings(base_url=upstream(answered).url))
-    assert check.state == "ok"
-    assert "models: tiny; can do: plain answers only" in check.detail
-
-
 SAID = 'agentspec_vllm_drafter_info{{drafter="{0}",method="{1}",version="0.1.0"}} 1.0\n'
 
 
 @pytest.mark.parametrize(
-    ("metrics", "state", "detail"),
+    ("owner", "metrics", "state", "detail"),
     [
-        (SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method"),
-        (SAID.format("arctic", "suffix"), "note", "arctic"),
-        ("vllm:x 1\n" + SAID.format("none", ""), "note", "none"),
-        ("vllm:x 1\n", "note", "unknown: agentspec's plug-in is not loaded there"),
-        (None, "note", "unknown"),
+        ("somebody", None, None, ""),
+        ("vllm", SAID.format("agentspec", "suffix"), "ok", "agentspec 0.1.0, as vLLM's suffix method"),
+        ("vllm", SAID.format("arctic", "suffix"), "note", "arctic"),
+        ("vllm", "vllm:x 1\n" + SAID.format("none", ""), "note", "none"),
+        ("vllm", "vllm:x 1\n", "note", "unknown: agentspec's plug-in is not loaded there"),
+        ("vllm", None, "note", "unknown"),
     ],
 )
-def test_the_drafter_of_a_vllm_server(upstream, metrics, state, detail):
-    server = upstream(lambda request: answered(request, "vllm", metrics))
-    _, drafter = check_upstream("up", OpenAISettings(base_url=server.url))
-    assert (drafter.name, drafter.state) == ("up: drafter", state)
-    assert drafter.detail.startswith(detail)
-    assert (drafter.advice == "") == (state == "ok")
+def test_an_upstream_that_answers_and_its_drafter(program, upstream, owner, metrics, state, detail):
+    server = upstream(lambda request: answered(request, owner, metrics))
+    found = checks(program, f'[backends.up]\nkind = "openai"\nbase_url = "{server.url}"\n')
+    assert found["up: upstream"]["state"] == "ok"
+    assert "models: tiny; can do: plain answers only" in found["up: upstream"]["detail"]
+    drafter = found.get("up: drafter", {"state": None, "detail": "", "advice": ""})
+    assert drafter["state"] == state and drafter["detail"].startswith(detail)
+    assert (drafter["advice"] == "") == (state != "note")
 
 
-def test_an_upstream_that_does_not():
-    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1"))
-    assert check.state == "fail"
-    assert "backends.up.base_url" in check.advice
-
-
-def test_a_key_file_that_is_missing_is_a_failure():
-    [check] = check_upstream("up", OpenAISettings(base_url="http://127.0.0.1:1/v1", api_key_file="/absent"))
-    assert (check.state, check.advice) == ("fail", "correct backends.up")
-
-
-def test_installed_and_missing_packages(monkeypatch):
-    assert check_extra("torch", needed=True).state == "ok"
-    monkeypatch.setattr(doctor, "EXTRAS", {"torch": ("no_such_package",)})
-    missing = check_extra("torch", needed=True)
-    assert (missing.state, missing.detail) == ("fail", "missing no-such-package")
-    assert missing.advice == install_advice("torch")
-    assert check_extra("torch", needed=False).state == "note"
-
-
-def test_folders(tmp_path: Path):
-    assert check_folder("f", tmp_path / "new" / "deep", "X").state == "ok"
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "file").write_text("")
-    assert check_folder("f", tmp_path / "file" / "below", "X").state == "fail"
-
-
-def test_devices():
-    fine = check_device("local", TorchSettings(device="cpu"))
-    assert fine.state == "ok" and "cpu in float32" in fine.detail
-    assert check_device("local", TorchSettings(device="nonsense")).advice == "correct backends.local.device"
-    assert check_device("local", TorchSettings(device="cpu", dtype="float16")).advice == "correct backends.local.dtype"
-
-
-def test_a_draft_model_is_checked_like_the_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    (tmp_path / "config.json").touch()
-    settings = Settings(backends={"local": TorchSettings(draft_model=str(tmp_path))})
-    found = {check.name: check for check in all_checks(settings)}
-    assert found["local: draft model"].advice == "correct backends.local.draft_model"
-
-
-def test_a_model_that_is_here(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    assert check_model("local", TorchSettings(model=str(model_folder))).state == "ok"
-    (model_folder / "config.json").unlink()
-    assert check_model("local", TorchSettings(model=str(model_folder))).state == "fail"
-    (tmp_path / "some.gguf").write_text("")
-    assert check_model("local", TorchSettings(model=str(tmp_path / "some.gguf"))).state == "note"
-
-
-def test_a_model_that_is_not_here_can_be_fetched_or_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    assert check_model("local", TorchSettings(model="smollm2-135m")).advice == "agentspec model fetch smollm2-135m"
-    check = check_model("local", TorchSettings(model="./absent"))
-    assert check.state == "fail" and "backends.local.model" in check.advice
-
-
-def test_the_checks_follow_the_settings(tmp_path, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(tmp_path / "store"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    up = {"kind": "openai", "base_url": "http://127.0.0.1:1/v1"}
-    settings = load_settings(None, {"cache": {"path": str(tmp_path)}, "backends": {"up": up}})
-    names = [check.name for check in all_checks(settings)]
-    assert "up: upstream" in names
-    assert "cache folder" in names
-    assert "model store" not in names
-    assert "local: model" in [check.name for check in all_checks(load_settings())]
-
-
-def test_all_is_well(program, model_folder):
-    Path("agentspec.toml").write_text(f'[backends.local]\nkind = "torch"\nmodel = "{model_folder}"\ndevice = "cpu"\n')
+def test_upstreams_that_do_not_answer(program):
+    found = checks(program, f'[backends.up]\n{DOWN}[backends.keyed]\n{DOWN}api_key_file = "/absent"\n')
+    up, keyed = found["up: upstream"], found["keyed: upstream"]
+    assert up["state"] == keyed["state"] == "fail"
+    assert "backends.up.base_url" in up["advice"] and keyed["advice"] == "correct backends.keyed"
+    assert "model store" not in found and "cache folder" not in found
     result = program("doctor")
-    assert result.exit_code == 0, result.output
-    assert f"ok    local: model: {model_folder} is ready" in result.output
-    rows = json.loads(program("doctor", "--json").output)
-    assert {row["state"] for row in rows} == {"ok"}
-
-
-def test_what_is_broken_says_what_to_do_and_exits_with_1(program):
-    Path("agentspec.toml").write_text('[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n')
-    result = program("doctor")
-    assert result.exit_code == 1
     lines = result.output.splitlines()
     failed = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
-    assert failed
+    assert result.exit_code == 1 and failed
     assert all(lines[index + 1].startswith("      -> ") for index in failed)
 
 
-def test_a_broken_configuration_is_a_failure_among_the_others(program, model_folder, monkeypatch):
-    Path("agentspec.toml").write_text("[server]\nprot = 1\n")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    rows = json.loads(program("doctor", "--json").output)
-    assert rows[0]["name"] == "configuration"
-    assert rows[0]["state"] == "fail"
-    assert len(rows) > 5
+@pytest.mark.parametrize(
+    ("backend", "name", "state", "said"),
+    [
+        ('device = "cpu"', "local: device", "ok", "cpu in float32"),
+        ('device = "nonsense"', "local: device", "fail", "correct backends.local.device"),
+        ('device = "cpu"\ndtype = "float16"', "local: device", "fail", "correct backends.local.dtype"),
+        ('model = "model"', "local: model", "ok", "model is ready"),
+        ('model = "some.gguf"', "local: model", "note", "fetched and prepared at first use"),
+        ('model = "smollm2-135m"', "local: model", "note", "agentspec model fetch smollm2-135m"),
+        ('model = "./absent"', "local: model", "fail", "correct backends.local.model"),
+        ('draft_model = "broken"', "local: draft model", "fail", "correct backends.local.draft_model"),
+    ],
+)
+def test_devices_and_models(program, tmp_path, model_folder, backend, name, state, said):
+    (tmp_path / "some.gguf").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").touch()
+    check = checks(program, f'[backends.local]\nkind = "torch"\n{backend}\n')[name]
+    assert check["state"] == state and said in check["detail"] + check["advice"]
+
+
+def test_folders(program, tmp_path: Path):
+    (tmp_path / "file").touch()
+    for path, state in ((tmp_path / "new" / "deep", "ok"), (tmp_path / "file" / "below", "fail")):
+        assert checks(program, f'[cache]\npath = "{path}"\n')["cache folder"]["state"] == state
+    assert not (tmp_path / "new").exists()
+
+
+def test_all_is_well(program, model_folder):
+    text = f'[backends.local]\nkind = "torch"\nmodel = "{model_folder}"\ndevice = "cpu"\n'
+    assert {row["state"] for row in checks(program, text).values()} == {"ok"}
+    result = program("doctor")
+    assert result.exit_code == 0 and f"ok    local: model: {model_folder} is ready" in result.output, result.output
+
+
+def test_a_broken_configuration_is_a_failure_among_the_others(program):
+    found = checks(program, "[server]\nprot = 1\n")
+    assert found["configuration"]["state"] == "fail" and len(found) > 5
