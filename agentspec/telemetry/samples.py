@@ -26,7 +26,6 @@ class EngineSample:
     drafted: Mapping[str, int]
     accepted: Mapping[str, int]
     forwards: Mapping[int, int]
-    preempted: int
     rows: int
     draft_failures: int = 0
     substituted: int = 0
@@ -99,7 +98,6 @@ ENGINE: tuple[Family[EngineSample], ...] = (
     _gauge("agentspec_engine_queued", "Requests waiting for the engine", lambda one: one.queued),
     _gauge("agentspec_engine_active", "Requests being decoded", lambda one: one.active),
     _gauge("agentspec_engine_kv_rows", "Key/value rows reserved", lambda one: one.rows),
-    Family("agentspec_engine_preempted", "Answers that made room", lambda one: one.preempted),
     Family("agentspec_engine_forwards", "Forwards", lambda one: sum(one.forwards.values())),
     Family(
         "agentspec_engine_forward_requests",

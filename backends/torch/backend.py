@@ -333,7 +333,6 @@ class TorchBackend(ModelTokens):
             drafted=stats.drafted_by_source,
             accepted=stats.accepted_by_source,
             forwards=stats.batch_sizes,
-            preempted=stats.preempted,
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
             substituted=stats.substituted,

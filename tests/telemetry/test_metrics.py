@@ -43,7 +43,6 @@ def test_engines_count_by_source() -> None:
         drafted={"session": 5},
         accepted={"session": 3},
         forwards={1: 2, 4: 3},
-        preempted=1,
         rows=640,
         prefills={"launched": 7, "used": 4, "cancelled": 2, "tokens": 900},
     )
@@ -53,7 +52,6 @@ def test_engines_count_by_source() -> None:
     assert 'agentspec_engine_active{backend="local"} 2.0' in text
     assert 'agentspec_engine_forwards_total{backend="local"} 5.0' in text
     assert 'agentspec_engine_forward_requests_total{backend="local"} 14.0' in text
-    assert 'agentspec_engine_preempted_total{backend="local"} 1.0' in text
     assert 'agentspec_engine_prefills_total{backend="local",outcome="used"} 4.0' in text
     assert 'agentspec_engine_prefill_tokens_total{backend="local"} 900.0' in text
     assert 'agentspec_engine_kv_rows{backend="local"} 640.0' in text

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentspec.backends.torch.drafters.base import (
-    MIN_PROBABILITY,
-    Drafter,
-    Drafting,
-    chain_draft,
-    draft_alone,
-    make_draft,
-)
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, chain_draft, make_draft
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher
 from agentspec.prediction import PredictedText
 from agentspec.types import Draft, Source
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.drafters.draft_model import DraftModel, Room, SharedNoiseSampler, TokenSeconds
+    from agentspec.backends.torch.drafters.draft_model import DraftModel, SharedNoiseSampler, TokenSeconds
 
 
 class MergedDrafter(Drafter):
@@ -30,10 +23,6 @@ class MergedDrafter(Drafter):
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return merge(drafter.propose(context, budget) for drafter in self._drafters)
-
-    def rest(self) -> None:
-        for drafter in self._drafters:
-            drafter.rest()
 
     def close(self) -> None:
         for drafter in self._drafters:
@@ -117,17 +106,11 @@ class ConstrainedDrafter(Drafter):
         self._constraint = constraint
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return draft_alone(self.drafting(context, budget))
-
-    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         forced = self._constraint.forced()[:budget]
-        draft = yield from self._drafter.drafting(context, budget)
+        draft = self._drafter.propose(context, budget)
         self.seconds_weighed = self._drafter.seconds_weighed
         spelled = chain_draft(forced, FORCED, Source.GRAMMAR) if forced else None
         return merge((spelled, None if draft is None else self._cut(draft)))
-
-    def rest(self) -> None:
-        self._drafter.rest()
 
     def close(self) -> None:
         self._drafter.close()
@@ -165,7 +148,6 @@ class DrafterFactory:
         prediction: PredictionDrafter | None,
         noise: SharedNoiseSampler,
         token_seconds: TokenSeconds,
-        room: Room = lambda: None,
     ) -> Drafter:
         """One answer's drafter: it merges the trees of the cheap drafters and asks the draft model when that pays.
 
@@ -179,4 +161,4 @@ class DrafterFactory:
         cheap = MergedDrafter(found)
         if "model" not in self.names or self.draft_model is None:
             return cheap
-        return self.draft_model.gated(cheap, noise, token_seconds, room)
+        return self.draft_model.gated(cheap, noise, token_seconds)

@@ -12,19 +12,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters.base import (
-    MIN_PROBABILITY,
-    Drafter,
-    DraftForward,
-    Drafting,
-    draft_alone,
-    make_draft,
-    timed,
-)
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
 from agentspec.backends.torch.drafters.cheap import merge
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.device import is_device_error
-from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -85,7 +76,6 @@ WIDTH = 3  # candidates per position: the draft goes on from the most likely one
 
 Least = Callable[[float, int], float]
 TokenSeconds = Callable[[int], float]
-Room = Callable[[], int | None]
 
 
 class ModelDrafter(Drafter):
@@ -93,54 +83,32 @@ class ModelDrafter(Drafter):
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
     accept. The path ends where its probability falls below `least(seconds, context)`, the probability that makes one
-    more forward of `seconds` worth its time. All answers of the engine's thread share the model, and its forwards.
-    `room()` is the most slots that it may keep (None: any number); with fewer than it needs it drafts nothing.
-
+    more forward of `seconds` worth its time.
     """
 
-    def __init__(
-        self,
-        model: TargetModel,
-        sampler: SharedNoiseSampler,
-        least: Least,
-        *,
-        width: int = WIDTH,
-        room: Room = lambda: None,
-    ) -> None:
+    def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
         self._model, self._sampler, self._least, self._width = model, sampler, least, width
-        self._room = room
         self._cache = model.new_cache(1)
         self._known: list[int] = []  # the tokens of the KV slots
         self._settled = 0
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return draft_alone(self.drafting(context, budget))
-
-    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         if budget <= 0 or len(context) + budget > self._model.context_length:
             return None
-        room = self._room()
-        if room is not None and len(context) + budget > room:
-            budget = room - len(context)
-            if budget <= 0:
-                self.rest()
-                return None
         self._follow(context)
-        self._cache.reserve(len(context) + budget, room)
+        self._cache.reserve(len(context) + budget)
         waiting = list(context[self._cache.length :])
         if max(waiting) >= self._model.vocab_size:  # same tokenizer, but fewer embeddings
             return None
         if len(waiting) > BEHIND:
-            yield DraftForward(self._model, BatchItem(self._cache, waiting[:CHUNK], needs_logits=False))
-            self._keep(waiting[:CHUNK])
+            self._model.prefill(self._cache, waiting[:CHUNK])
+            synchronize(self._model.device)  # so that the time counts as drafting and not as part of the next step
+            self._known += waiting[:CHUNK]
             return None
-        return (yield from self._grow(waiting, len(context), budget))
-
-    def rest(self) -> None:
-        self._cache, self._known, self._settled = SequenceCache(1), [], 0
+        return self._grown(waiting, len(context), budget)
 
     def close(self) -> None:
-        self.rest()
+        self._cache, self._known, self._settled = self._model.new_cache(1), [], 0
 
     def _follow(self, context: Sequence[int]) -> None:
         """Keep the slots of the longest known prefix of `context`, without its last token, and drop the others."""
@@ -151,23 +119,19 @@ class ModelDrafter(Drafter):
         del self._known[kept:]
         self._settled = kept
 
-    def _grow(self, waiting: list[int], position: int, budget: int) -> Drafting[Draft]:
+    def _grown(self, waiting: list[int], position: int, budget: int) -> Draft:
         tree = _Tree(budget)
         while True:
-            read = yield DraftForward(self._model, BatchItem(self._cache, waiting))
             started = perf_counter()
-            drawn = tree.grow(*self._sampler.rank(read.logits[0], position, self._width))
-            self._keep(waiting)
+            (logits,) = self._model.forward_batch([BatchItem(self._cache, waiting)])
+            drawn = tree.grow(*self._sampler.rank(logits[0], position, self._width))
+            self._cache.commit(len(waiting), ())
+            self._known += waiting
             position += 1
-            least = self._least(read.seconds + perf_counter() - started, position)
+            least = self._least(perf_counter() - started, position)
             if not tree.room or tree.chance < max(least, MIN_PROBABILITY):
                 return tree.draft()
             waiting = [drawn]
-
-    def _keep(self, tokens: list[int]) -> None:
-        """Keep the slots of the last forward's `tokens`."""
-        self._cache.commit(len(tokens), ())
-        self._known += tokens
 
 
 class _Tree:
@@ -240,11 +204,8 @@ class CrossTokenizerDrafter(Drafter):
         self._transcript = TokenTranslation(own, other)
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return draft_alone(self.drafting(context, budget))
-
-    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         ids = self._transcript.follow(context)
-        draft = (yield from self._inner.drafting(ids, budget)) if ids else None
+        draft = self._inner.propose(ids, budget) if ids else None
         if ids is None or draft is None or not len(draft):
             return None
         pieces = self._pieces(ids[-ANCHOR:], draft.tokens.tolist())
@@ -252,9 +213,6 @@ class CrossTokenizerDrafter(Drafter):
         chances = self._chances(tokens, pieces, draft.probabilities.tolist())
         count = len(tokens)
         return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [Source.MODEL] * count)
-
-    def rest(self) -> None:
-        self._inner.rest()
 
     def close(self) -> None:
         self._inner.close()
@@ -340,41 +298,35 @@ class GatedDrafter(Drafter):
         self._trial: Trial | None = None
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return draft_alone(self.drafting(context, budget))
-
-    def drafting(self, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
         self.seconds_weighed = 0.0
         self._learn(context)
         offered = self._cheap.propose(context, budget)
         gate = self._gates[bisect_right(EXPECTED, 0.0 if offered is None else float(offered.probabilities.sum()))]
         if self._costly is None or not gate.due():
             return offered
-        drafted = yield from self._ask(self._costly, context, budget)
+        drafted = self._ask(self._costly, context, budget)
         merged = merge((offered, drafted))
         if merged is not None and drafted is not None:  # None: the model still reads the prompt, which occurs only once
             cost = self.seconds_weighed / self._token_seconds(len(context))
             self._trial = Trial(gate, len(context), offered, merged, cost)
         return merged
 
-    def rest(self) -> None:
-        self._cheap.rest()
-        if self._costly is not None:
-            self._costly.rest()
-
     def close(self) -> None:
         self._cheap.close()
         self._drop()
 
-    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Drafting[Draft | None]:
+    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Draft | None:
+        started = perf_counter()
         try:
-            draft, self.seconds_weighed = yield from timed(costly.drafting(context, budget))
+            return costly.propose(context, budget)
         except Exception as error:
             if is_device_error(error):
                 raise
             logger.warning("going on without the draft model: %s", safe_message(error))
             self._drop()
             return None
-        return draft
+        finally:
+            self.seconds_weighed = perf_counter() - started
 
     def _learn(self, context: Sequence[int]) -> None:
         """Update the gate by how many more tokens of the last trial's draft were accepted."""
@@ -402,18 +354,16 @@ class DraftModel:
     model: TargetModel
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
-    def gated(
-        self, cheap: Drafter, noise: SharedNoiseSampler, token_seconds: TokenSeconds, room: Room = lambda: None
-    ) -> GatedDrafter:
+    def gated(self, cheap: Drafter, noise: SharedNoiseSampler, token_seconds: TokenSeconds) -> GatedDrafter:
         """The drafter of one answer that asks this model besides `cheap` where that pays. It draws with the answer's
-        `noise`, or greedily if tokens must be translated. `room()` is the most slots that it may keep.
+        `noise`, or greedily if tokens must be translated.
         """
 
         def least(seconds: float, context: int) -> float:
             return seconds / token_seconds(context)
 
         if self.tokenizers is None:
-            return GatedDrafter(cheap, ModelDrafter(self.model, noise, least, room=room), token_seconds)
+            return GatedDrafter(cheap, ModelDrafter(self.model, noise, least), token_seconds)
         greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
-        inner = ModelDrafter(self.model, greedy, least, width=1, room=room)
+        inner = ModelDrafter(self.model, greedy, least, width=1)
         return GatedDrafter(cheap, CrossTokenizerDrafter(inner, *self.tokenizers), token_seconds)

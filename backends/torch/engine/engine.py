@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.drafters.base import draft_together
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.compute_thread import compute_thread, stopped_by
 from agentspec.backends.torch.engine.scheduler import ScheduledSequence, Scheduler, kv_length
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 JOIN_SECONDS = 60.0
 
 
@@ -137,7 +137,9 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        return self.scheduler.closed or self.scheduler.has_work or self.scheduler.prefix_cache.forgets
+        scheduler, prefills = self.scheduler, self._prefills
+        pauses = prefills is not None and prefills.reading and not scheduler.idle  # and gives back what it was lent
+        return scheduler.closed or scheduler.has_work or scheduler.prefix_cache.forgets or pauses
 
     def turn(self) -> None:
         """Run one step. Only the computing thread may call this."""
@@ -150,7 +152,7 @@ class Engine:
             if self.scheduler.prefix_cache.forgets:
                 self._pause_prefills()
                 self.scheduler.prefix_cache.shrink(None)
-            if self.scheduler.has_work:
+            if not self.scheduler.idle:
                 self._step()
         except BaseException as error:
             if isinstance(error, Exception) and not is_device_error(error):
@@ -197,25 +199,17 @@ class Engine:
         for request in self.scheduler.drop_running():
             self._fail(request, error)
 
-    def _start(self, request: EngineRequest, preempted: Sequence | None) -> Sequence | None:
-        """Open a sequence for an admitted request, or resume the preempted one; on failure, deliver the error to the
-        request and return None.
-        """
+    def _start(self, request: EngineRequest) -> Sequence | None:
+        """Open a sequence for an admitted request; on failure, deliver the error to the request and return None."""
         session: CacheSession | None = None
         try:
-            if preempted is not None:
-                preempted.kv_cache = self.scheduler.allocate(request, preempted.tokens)
-                return preempted
             session = self._open_session(request)
-            kv_cache = self.scheduler.allocate(request, request.prompt)
-            return Sequence(request, self.context, kv_cache, session)
+            return Sequence(request, self.context, self.scheduler.allocate(request), session)
         except Exception as error:
             if is_device_error(error):
                 raise
             if session is not None:
                 session.close(clean=False)
-            if preempted is not None:
-                self.scheduler.remove(preempted, clean=False)
             self._fail(request, error)
             return None
 
@@ -271,7 +265,8 @@ def run_step(scheduled: list[ScheduledSequence], context: EngineContext) -> list
     device = context.target.device
     drawing = [each for each in scheduled if each.draws]
     context.drawing = len(drawing)
-    propose(drawing)
+    for each in drawing:
+        isolate_failure(each, each.propose)
     cost = allocate_draft_budget(scheduled, context.governor)
     synchronize(device)  # else this step would be charged for KV slots that an earlier step is still moving
     tokens, past, started = sum(len(each.batch_item) for each in scheduled), kv_length(scheduled), perf_counter()
@@ -284,16 +279,6 @@ def run_step(scheduled: list[ScheduledSequence], context: EngineContext) -> list
     if batched:  # the time includes sampling, which on a CUDA device is what waits for the forward
         context.governor.cost.observe(tokens, past, perf_counter() - started, len(scheduled))
     return [(each.sequence, each.error or delta) for each, delta in zip(scheduled, deltas, strict=True)]
-
-
-def propose(scheduled: list[ScheduledSequence]) -> None:
-    """Let all answers draft; those with a draft model share its forwards."""
-    proposals = draft_together([each.sequence.proposing() for each in scheduled])
-    for each, proposal in zip(scheduled, proposals, strict=True):
-        if isinstance(proposal, Exception):
-            each.fail(proposal)
-        else:
-            each.proposal = proposal
 
 
 def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor) -> StepEstimate:
@@ -373,7 +358,7 @@ def draw(scheduled: list[ScheduledSequence]) -> None:
         logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), error_location(error))
 
 
-def isolate_failure(each: ScheduledSequence, action: Callable[[], Delta | None]) -> Delta | None:
+def isolate_failure(each: ScheduledSequence, action: Callable[[], T]) -> T | None:
     """Run `action` unless this sequence has failed before; store an exception in `each.error` instead of raising it.
 
     Raises errors of the device only: after them nothing more can be computed in this process.

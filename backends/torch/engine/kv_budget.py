@@ -1,19 +1,27 @@
-"""How one engine divides its memory for KV slots among running answers, loans and idle slots."""
+"""The memory for KV slots: what each engine of this process may take of its device, and how it divides that."""
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from agentspec.backends.torch.engine.sequence import EngineRequest, Sequence
-from agentspec.backends.torch.model.kv_cache import GROWTH
-from agentspec.errors import ContextLengthError, OverloadedError
+from agentspec.backends.torch.model.target import TargetModel
+from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
+
+logger = logging.getLogger(__name__)
 
 ROOM = 64  # slots reserved beyond prompt and answer, at least; as many as may be drafted in a step
-AHEAD = 512  # slots that a sequence starts with, beyond its prompt
+LEAST = 512  # slots that an engine needs to be of use
+DEFAULT_BYTES = 4 << 30  # on a CPU, if that is no more than a half of the free memory
+CPU_SHARE = 0.5  # share of the memory that is free once the model is loaded
+SHARE = 0.8  # on accelerators
 CPU = torch.device("cpu")
 
 
@@ -22,24 +30,22 @@ class KVBudget:
     """A limit of `limit` KV slots in all. A slot has `slot_bytes`, with those of the draft model, and each answer needs
     `room` slots for drafts.
 
-    Running answers and loans take what they need. Idle slots, kept for later requests, use the rest (`idle_bytes`).
-    `allocated` tells how many bytes are in use, `lent` how many slots are lent, and `promised` how many bytes of
-    `device` are the budget's own.
+    An answer reserves every slot that it may need before it begins. Loans take slots for other work. Idle slots, kept
+    for later requests, use the rest (`idle_bytes`). `allocated` reports how many bytes are in use, and `promised` is
+    how many bytes of `device` are the budget's own.
     """
 
     limit: int
     slot_bytes: int = 0
     room: int = ROOM
     allocated: Callable[[], int] = lambda: 0
-    lent: int = 0
     device: torch.device = CPU
     promised: int = 0
-    # The garbage collector may give back what is lent, in a thread that is lending.
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _loans: dict[object, int] = field(default_factory=dict)
 
     def check(self, request: EngineRequest) -> None:
         """Raise `ContextLengthError` for a request that would not fit even if it were alone."""
-        slots = self.most(request)
+        slots = self.needed(request)
         if slots > self.limit:
             needed, allowed = slots * self.slot_bytes >> 20, self.limit * self.slot_bytes >> 20
             message = (
@@ -48,54 +54,104 @@ class KVBudget:
             )
             raise ContextLengthError(message, param="max_tokens")
 
-    def most(self, request: EngineRequest) -> int:
+    def needed(self, request: EngineRequest) -> int:
         """The most slots that a request can need, drafts included."""
         return len(request.prompt) + request.max_tokens + self.room
 
-    def initial(self, request: EngineRequest, tokens: int | None = None) -> int:
-        """The slots that a request starts with, or resumes with when it has `tokens` tokens already."""
-        return min((tokens or len(request.prompt)) + max(AHEAD, self.room), self.most(request))
+    @property
+    def lent(self) -> int:
+        return sum(tuple(self._loans.values()))
 
     def used(self, sequences: list[Sequence]) -> int:
         return self.lent + sum(sequence.kv_cache.capacity for sequence in sequences)
 
     def fits(self, slots: int, sequences: list[Sequence]) -> bool:
-        """Whether `slots` more slots fit beside those that `sequences` have reserved."""
+        """Whether `slots` more slots fit next to those that `sequences` have reserved."""
         return self.used(sequences) + slots <= self.limit
 
     def idle_bytes(self, sequences: list[Sequence]) -> int:
-        """The bytes that idle slots may take beside the slots that `sequences` have reserved."""
+        """The bytes that idle slots may take next to the slots that `sequences` have reserved."""
         return max(0, self.limit - self.used(sequences)) * self.slot_bytes
 
     def lend(self, slots: int, sequences: list[Sequence]) -> Callable[[], None]:
-        """Set `slots` slots aside for work outside the answers; the function returned gives them back, from any thread.
+        """Set `slots` slots aside for work outside the answers. The function returned gives them back; any thread may
+        call it, the garbage collector in any line, and more than once.
 
         Raises `OverloadedError` while running answers need them, `ContextLengthError` for more than there are.
         """
         if slots > self.limit:
             raise ContextLengthError(f"{slots} tokens need more key/value memory than kv_bytes allows")
-        with self._lock:
-            if not self.fits(slots, sequences):
-                raise OverloadedError("running answers need the key/value memory")
-            self.lent += slots
-        given = threading.Lock()
+        if not self.fits(slots, sequences):
+            raise OverloadedError("running answers need the key/value memory")
+        loan = object()
+        self._loans[loan] = slots
 
         def give_back() -> None:
-            if given.acquire(blocking=False):
-                with self._lock:
-                    self.lent -= slots
+            self._loans.pop(loan, None)
 
         return give_back
 
-    def grow(self, sequence: Sequence, sequences: list[Sequence]) -> bool:
-        """Reserve the slots that `sequence`, one of `sequences`, may need in a step; False if they do not fit."""
-        cache, most = sequence.kv_cache, self.most(sequence.request)
-        least = min(cache.length + sequence.num_uncomputed + self.room, most)
-        if least <= cache.capacity:
-            return True
-        more = min(max(least, int(cache.capacity * GROWTH)), most)
-        for capacity in (more, least):
-            if self.fits(capacity - cache.capacity, sequences):
-                cache.capacity = capacity
-                return True
-        return False
+
+_PROMISED: weakref.WeakSet[KVBudget] = weakref.WeakSet()  # of the engines of this process that are not closed
+_LOCK = threading.RLock()
+
+
+def budget_of(target: TargetModel, wanted_bytes: int | None, *, draft_bytes: int = 0, room: int = ROOM) -> KVBudget:
+    """The budget of an engine: `wanted_bytes`, or a share of the device's memory if None. `draft_bytes` are what a
+    draft model keeps for each slot. Raises `ConfigurationError` if the device has no memory left.
+    """
+    budget = KVBudget(0, target.slot_bytes() + draft_bytes, max(room, ROOM), device=target.device)
+    if wanted_bytes is None and target.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was in use only while the model was loaded
+    budget.limit = promise(budget, wanted_bytes) // budget.slot_bytes
+    if wanted_bytes is None and budget.limit < LEAST:
+        release(budget)
+        message = f"{target.device} has no memory left for key/value slots: set kv_bytes, here or for others"
+        raise ConfigurationError(message, param="kv_bytes")
+    return budget
+
+
+def promise(budget: KVBudget, wanted: int | None) -> int:
+    """Promise `budget` the `wanted` bytes of its device or, if None, its share of what is available, so that no two
+    engines are promised the same memory; returns the bytes. The promise ends with the budget, or by `release`.
+    """
+    with _LOCK:
+        device, free = budget.device, available(budget.device)
+        if wanted is not None:
+            budget.promised = wanted
+            if free is not None and wanted > free:
+                text = "kv_bytes promises %d MiB of %s, of which %d MiB are free and not promised to another engine"
+                logger.warning(text, wanted >> 20, device, free >> 20)
+        elif free is None:
+            budget.promised = DEFAULT_BYTES
+        else:
+            budget.promised = min(int(CPU_SHARE * free), DEFAULT_BYTES) if device.type == "cpu" else int(SHARE * free)
+        _PROMISED.add(budget)
+        return budget.promised
+
+
+def available(device: torch.device) -> int | None:
+    """Free bytes of the device that are not promised to another engine; None if they cannot be measured."""
+    with _LOCK:
+        others = [other for other in _PROMISED if other.device == device]
+        owed = sum(max(0, other.promised - other.allocated()) for other in others)
+        free = free_memory(device)
+        return None if free is None else max(0, free - owed)
+
+
+def release(budget: KVBudget) -> None:
+    """End a promise. Idempotent."""
+    with _LOCK:
+        _PROMISED.discard(budget)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on the device; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines() if device.type == "cpu" else []
+    except OSError:  # another system than Linux
+        return None
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(found[1]) << 10

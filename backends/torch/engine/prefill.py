@@ -247,6 +247,11 @@ class PrefillReader:
         return fits and self._scheduler.keeps(len(tokens)) and not self._scheduler.closed
 
     @property
+    def reading(self) -> bool:
+        """Whether slots are lent for a prompt that is partly read."""
+        return self._job is not None
+
+    @property
     def ready(self) -> bool:
         return self._scheduler.idle and self.queue.due() is not None
 

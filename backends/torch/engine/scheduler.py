@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import insort_left, insort_right
+from bisect import insort_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from traceback import clear_frames
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.kv_memory import budget_of, release
+from agentspec.backends.torch.engine.kv_budget import budget_of, release
 from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
@@ -55,6 +55,9 @@ class ScheduledSequence:
         clear_frames(error.__traceback__)  # the frames keep the failed forward's tensors alive while others are tried
         self.error = error
 
+    def propose(self) -> None:
+        self.proposal = self.sequence.propose()
+
     def begin(self) -> None:
         assert self.logits is not None
         self.sequence.begin(self.proposal, self.logits, self.states)
@@ -89,9 +92,9 @@ def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
 class Scheduler:
     """Owns the queue, the key/value memory and the chunking of prompts.
 
-    At most `max_active` sequences are computed. Of those that wait, the ones with a lower priority number go first, and
-    among equals those that came first. A running one is preempted only when the key/value memory cannot grow, and
-    resumes from its tokens. Without `keeps_prefixes` no slots are kept from one request to the next.
+    At most `max_active` sequences are computed. Of the requests that wait, the ones with a lower priority number go
+    first, and among equals those that came first; the first one begins once all slots that it may need are free, so
+    that what runs always ends. Without `keeps_prefixes` no slots are stored from one request to the next.
     Any thread may call `add` and `cancel` and read the counts; all else belongs to the computing thread.
     """
 
@@ -100,16 +103,13 @@ class Scheduler:
         draft_bytes, room = context.drafters.slot_bytes, settings.max_draft_tokens
         self.kv_budget = budget_of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
         self.kv_budget.allocated = self._allocated
-        context.bounded = True
         self.prefix_cache = PrefixCache()
         self.closed = False
         self._context = context
         self._max_active, self._keeps_prefixes = settings.max_active, keeps_prefixes
-        self._waiting: list[EngineRequest] = []  # in the order of their turn
-        self._preempted: dict[EngineRequest, Sequence] = {}
+        self._waiting: list[EngineRequest] = []  # the next one first
         self._unfinished: set[EngineRequest] = set()
         self._lock = threading.RLock()
-        self._blocked_by: int | None = None  # the number of slots lent when nothing could be scheduled because of them
 
     @property
     def num_waiting(self) -> int:
@@ -117,15 +117,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do. While all that wait need slots that are lent, it has not."""
-        if self.active or self._blocked_by is None or self._blocked_by != self.kv_budget.lent:
-            return bool(self.active or self._preempted or len(self._waiting))
-        return False
+        """Whether a step has something to do. While the next request needs slots that are lent, it has not."""
+        with self._lock:
+            return bool(self.active) or (bool(self._waiting) and self._has_room(self._waiting[0]))
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits, not even for slots that are lent."""
-        return not (self.active or self._preempted or len(self._waiting))
+        return not (self.active or self._waiting)
 
     @property
     def kv_slots(self) -> int:
@@ -141,8 +140,7 @@ class Scheduler:
             if self.closed:
                 raise ShuttingDownError("the engine is shutting down")
             self._unfinished.add(request)
-            insort_right(self._waiting, request, key=priority_of)
-            self._blocked_by = None
+            insort_right(self._waiting, request, key=lambda one: one.original.priority)
             self._context.counters.requests += 1
 
     def cancel(self, request: EngineRequest) -> bool:
@@ -153,49 +151,38 @@ class Scheduler:
             if request not in self._unfinished:
                 return False
             request.cancelled = True
-            self._blocked_by = None
             self._unfinished.discard(request)
             if request in self._waiting:
                 self._waiting.remove(request)
             self._context.counters.cancelled += 1
             return True
 
-    def schedule(self, start: Callable[[EngineRequest, Sequence | None], Sequence | None]) -> list[ScheduledSequence]:
-        """Admit the requests that fit, reserve the KV slots that active sequences may need, and plan the next step.
-
-        `start` opens the sequence of a request, or resumes the one that was preempted, with KV slots from `allocate`;
-        it returns None if that failed.
+    def schedule(self, start: Callable[[EngineRequest], Sequence | None]) -> list[ScheduledSequence]:
+        """Admit the requests that fit, and plan the next step. `start` opens the sequence of a request, with KV slots
+        from `allocate`; it returns None if that failed.
         """
         while (request := self._next()) is not None:
-            if (sequence := start(request, self._preempted.get(request))) is not None:
-                self._preempted.pop(request, None)
+            if (sequence := start(request)) is not None:
                 self.active.append(sequence)
-        self._reserve()
         self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
         return plan_step(self.active, self._context)
 
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a slot and memory for it; else None."""
         with self._lock:
-            lent = self.kv_budget.lent
-            if not self._waiting:
-                return None
-            if not self._has_room(self._waiting[0]):
-                self._blocked_by = None if self.active else lent
-                return None
-            return self._waiting.pop(0)
+            ready = self._waiting and self._has_room(self._waiting[0])
+            return self._waiting.pop(0) if ready else None
 
     def _has_room(self, request: EngineRequest) -> bool:
-        preempted = self._preempted.get(request)
-        slots = self.kv_budget.initial(request, None if preempted is None else len(preempted.tokens))
+        slots = self.kv_budget.needed(request)
         return len(self.active) < self._max_active and self.kv_budget.fits(slots, self.active)
 
-    def allocate(self, request: EngineRequest, tokens: list[int]) -> SequenceCache:
-        """Return a KV cache with room for `tokens` and more. It reuses the longest cached prefix of `tokens`, but never
-        the last token, which must be computed because its logits are needed.
+    def allocate(self, request: EngineRequest) -> SequenceCache:
+        """Return a KV cache with all slots that the request may need. It reuses the longest cached prefix of the
+        prompt, but never the last token, which must be computed because its logits are needed.
         """
-        capacity = self.kv_budget.initial(request, len(tokens))
-        found = self.reusable(request.tenant, tokens[:-1], capacity, reserved_slots=capacity)
+        capacity = self.kv_budget.needed(request)
+        found = self.reusable(request.tenant, request.prompt[:-1], capacity, reserved_slots=capacity)
         if found is not None:
             self._context.counters.reused_tokens += found.length
         return found or self._context.target.new_cache(capacity)
@@ -215,28 +202,10 @@ class Scheduler:
             self.prefix_cache.clear()
             return None
 
-    def _reserve(self) -> None:
-        """Reserve KV slots for every active sequence's part of the step; preempt the last ones if there are too few."""
-        for sequence in sorted(self.active, key=precedence):
-            while sequence in self.active and not self.kv_budget.grow(sequence, self.active):
-                self._preempt(max(self.active, key=precedence))
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take the sequence's KV slots and its place; it resumes later from its tokens."""
-        self.active.remove(sequence)
-        self._preempted[sequence.request] = sequence
-        self._keep(sequence)
-        sequence.rest()
-        self._context.counters.preempted += 1
-        with self._lock:
-            if not sequence.request.cancelled:
-                insort_left(self._waiting, sequence.request, key=priority_of)
-
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
-        """Remove a sequence, whatever state it is in. If it finished cleanly (`clean`), its KV slots are kept for later
-        requests; else they are free, since the KV budget counts those of active sequences.
+        """Remove a sequence, whatever state it is in. If it finished cleanly (`clean`), its KV slots are stored for
+        later requests; else they are free, since the KV budget counts those of active sequences.
         """
-        self._preempted.pop(sequence.request, None)
         if sequence in self.active:
             self.active.remove(sequence)
         self.forget(sequence.request)
@@ -256,14 +225,13 @@ class Scheduler:
             if not running:
                 running = [*self._waiting]
                 self._waiting.clear()
-        sequences = [*self.active, *(self._preempted[request] for request in running if request in self._preempted)]
-        for sequence in sequences:
+        for sequence in [*self.active]:
             self.remove(sequence, clean=False)
         return [request for request in running if not request.cancelled]
 
     def remove_cancelled(self) -> None:
         """Remove the sequences whose requests were cancelled since the last step."""
-        for sequence in [*self.active, *self._preempted.values()]:
+        for sequence in [*self.active]:
             if sequence.request.cancelled:
                 self.remove(sequence, clean=False)
 
@@ -321,17 +289,8 @@ class Scheduler:
             unfinished = [request for request in self._unfinished if not request.cancelled]
             self._waiting.clear()
             self._unfinished.clear()
-        for sequence in [*self.active, *self._preempted.values()]:
+        for sequence in [*self.active]:
             self.remove(sequence, clean=False)
         self.prefix_cache.clear()
         release(self.kv_budget)
         return unfinished
-
-
-def priority_of(request: EngineRequest) -> int:
-    return request.original.priority
-
-
-def precedence(sequence: Sequence) -> tuple[int, float]:
-    """The sort key for keeping a place when memory is short: the lowest key keeps it, the highest is preempted."""
-    return sequence.request.original.priority, sequence.started

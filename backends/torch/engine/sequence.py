@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters.base import Drafter, Drafting
+from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, DrafterFactory, PredictionDrafter
 from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
@@ -155,7 +155,6 @@ class EngineContext:
     drafters: DrafterFactory = field(default_factory=DrafterFactory)
     judge_heads: dict[str, JudgeHead] = field(default_factory=dict)  # by the path in `LossyAcceptance.judge_head`
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
-    bounded: bool = False  # whether KV slots are reserved before they are used
     drawing: int = 1  # answers that the present step draws for
 
     def token_seconds(self, context: int) -> float:
@@ -168,10 +167,7 @@ class EngineContext:
 
 
 class Sequence:
-    """A prompt and its answer so far. Between steps `kv_cache` holds a prefix of `tokens` that excludes the last one.
-
-    The scheduler may replace `kv_cache` by one with a shorter prefix: the missing slots are then computed again.
-    """
+    """A prompt and its answer so far. Between steps `kv_cache` holds a prefix of `tokens` without the last one."""
 
     def __init__(
         self, request: EngineRequest, context: EngineContext, kv_cache: SequenceCache, session: CacheSession
@@ -179,7 +175,6 @@ class Sequence:
         self.request = request
         self.tokens = list(request.prompt)
         self.kv_cache = kv_cache
-        self.started = perf_counter()
         target_ms = request.original.latency_target_ms_per_token
         self._latency = None if target_ms is None else LatencyGoal(target_ms / 1000.0)
         self._context = context
@@ -226,21 +221,9 @@ class Sequence:
     def _open_drafter(self) -> Drafter:
         context, request, constraints = self._context, self.request, self.sampler.constraints
         noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
-        drafter = context.drafters.open(
-            self._session.draft, self._prediction, noise, context.token_seconds, self._draft_room
-        )
+        drafter = context.drafters.open(self._session.draft, self._prediction, noise, context.token_seconds)
         grammar = None if constraints is None else constraints.grammar
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
-
-    def _draft_room(self) -> int | None:
-        """How many tokens a draft model may keep slots for: as many as the answer itself. None for any number."""
-        return self.kv_cache.capacity if self._context.bounded else None
-
-    def rest(self) -> None:
-        """Free the memory that can be computed again from the tokens."""
-        self.kv_cache = self._context.target.new_cache(1)
-        if self._drafter is not None:
-            self._drafter.rest()
 
     @property
     def num_uncomputed(self) -> int:
@@ -258,10 +241,10 @@ class Sequence:
             return 0.0
         return self._latency.required_tokens(self._answer.num_tokens, perf_counter(), step_seconds)
 
-    def proposing(self) -> Drafting[Proposal]:
+    def propose(self) -> Proposal:
         """Propose drafts, at most as many tokens as the answer may still use; its last token needs no KV slot."""
         left = self.request.max_tokens - self._answer.num_tokens
-        return self._speculator.proposing(self.tokens, min(self._context.max_draft_tokens, left - 1))
+        return self._speculator.propose(self.tokens, min(self._context.max_draft_tokens, left - 1))
 
     def flush_to_cache(self) -> None:
         """Let the token cache learn earlier tokens while a forward runs."""

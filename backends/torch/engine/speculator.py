@@ -10,7 +10,7 @@ from traceback import clear_frames
 
 import numpy as np
 
-from agentspec.backends.torch.drafters.base import Drafter, Drafting, timed
+from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.sampling.acceptance import Substitutes
@@ -81,29 +81,26 @@ class Speculator:
         self._saved = 0.0
         self._failed = False
 
-    def proposing(self, context: Sequence[int], budget: int) -> Drafting[Proposal]:
-        """Propose at most `budget` draft nodes after `context`, from which the governor chooses; yields the forwards of
-        a draft model.
+    def propose(self, context: Sequence[int], budget: int) -> Proposal:
+        """Propose at most `budget` draft nodes after `context`, from which the governor chooses.
 
         A drafter that fails is not asked again for this answer, which goes on without drafts. Raises errors of the
         device only: after one nothing more can be computed.
         """
         if self._drafter is None or self._failed or budget <= 0 or not self._stats.ask():
             return NOTHING
+        started = perf_counter()
         try:
-            draft, seconds = yield from timed(self._drafter.drafting(context, budget))
+            draft = self._drafter.propose(context, budget)
         except Exception as error:
             if is_device_error(error):
                 raise
             self._give_up(error)
             return NOTHING
-        if draft is None or len(draft) == 0:
-            return Proposal(seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
-        started = perf_counter()
-        legal = usable(draft, self._vocab_size, budget)
+        legal = NOTHING if draft is None else usable(draft, self._vocab_size, budget)
         acceptance = self._governor.expectations(legal.probabilities, legal.parents, legal.sources, self._stats)
-        seconds += perf_counter() - started
-        return replace(legal, acceptance=acceptance, seconds=seconds, weighed=self._drafter.seconds_weighed, asked=True)
+        seconds, weighed = perf_counter() - started, self._drafter.seconds_weighed
+        return replace(legal, acceptance=acceptance, seconds=seconds, weighed=weighed, asked=True)
 
     def observe(
         self, proposal: Proposal, path: Sequence[int], cost: StepEstimate, *, substituted: Collection[int] = ()
@@ -130,7 +127,7 @@ class Speculator:
     def _give_up(self, error: Exception) -> None:
         self._failed = True
         if self._drafter is not None:
-            self._drafter.rest()
+            self._drafter.close()
         self._counters.draft_failures += 1
         logger.warning("an answer goes on without drafts: %s", error_location(error))
         clear_frames(error.__traceback__)  # they keep the tensors of a failed draft model alive

@@ -34,7 +34,6 @@ class Counters:
     reused_tokens: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
-    preempted: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
     substituted: int = 0

@@ -44,7 +44,6 @@ from transformers import (
 import agentspec.backends.torch
 from agentspec.backends.torch.drafters.base import make_draft
 from agentspec.backends.torch.drafters.cheap import DrafterFactory
-from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.engine import run_step
 from agentspec.backends.torch.engine.scheduler import plan_step
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
@@ -161,12 +160,11 @@ class AlwaysAsk(RequestStats):
         return True
 
 
-class ScriptedSession(CacheSession):
-    """A place in a cache whose drafts come from a function of the text so far and the budget."""
+class ScriptedSession:
+    """A session with a cache whose drafts come from a function of the text so far and the budget."""
 
     def __init__(self, script: Callable[[list[int], int], Draft | None], prompt: Sequence[int]) -> None:
-        super().__init__(None)
-        self.script, self.text, self.clean = script, list(prompt), None
+        self.script, self.text = script, list(prompt)
 
     def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
         return self.script(self.text, max_tokens)
@@ -174,8 +172,11 @@ class ScriptedSession(CacheSession):
     def extend(self, tokens: Sequence[int]) -> None:
         self.text += tokens
 
+    def flush_to_cache(self) -> None:
+        pass
+
     def close(self, *, clean: bool, ended: bool = True) -> None:
-        self.clean = clean
+        pass
 
 
 @dataclass
@@ -237,7 +238,7 @@ class Ask:
             lambda item: None,
             constraints=self.constraints,
         )
-        session = ScriptedSession(self.script or (lambda text, budget: None), prompt)
+        session: Any = ScriptedSession(self.script or (lambda text, budget: None), prompt)
         return EngineSequence(engine_request, context, kv_cache or context.target.new_cache(1), session)
 
 
@@ -248,8 +249,7 @@ def no_forward_fails() -> None:
 
 def check_invariants(sequence: EngineSequence, outcome: Outcome) -> None:
     """I1 and I2 of batched speculation: the tokens are those told, and rows cover all of them but the last."""
-    session = sequence._session
-    assert isinstance(session, ScriptedSession)
+    session: Any = sequence._session
     assert sequence.tokens == [*sequence.request.prompt, *outcome.tokens] == session.text
     assert sequence.kv_cache.length == len(sequence.tokens) - 1
 
@@ -479,6 +479,12 @@ class Trees:
             parents.append(parent)
             depth.append(at)
         return self(tokens, parents)
+
+
+@pytest.fixture(scope="session")
+def scripted_session() -> Callable[[Sequence[int]], ScriptedSession]:
+    """A session that drafts nothing."""
+    return lambda prompt: ScriptedSession(lambda text, budget: None, prompt)
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.drafters.base import Drafter, chain_draft, make_draft
+from agentspec.backends.torch.drafters.base import Drafter, make_draft
 from agentspec.backends.torch.drafters.cheap import (
     ConstrainedDrafter,
-    MergedDrafter,
     PredictionDrafter,
     merge,
 )
@@ -70,16 +69,6 @@ def test_a_merged_tree_has_every_path_once_with_its_best_probability(a: Draft, b
     assert all(parent < node for node, parent in enumerate(merged.parents.tolist()))
     for node, parent in enumerate(merged.parents.tolist()):
         assert parent < 0 or merged.probabilities[node] <= merged.probabilities[parent]
-
-
-def test_merging_asks_everyone_and_skips_silence() -> None:
-    chain = chain_draft([1, 2], 0.9, Source.PREDICTION)
-    empty = chain_draft([], 0.9, Source.SESSION)
-    assert MergedDrafter([Fixed(None), Fixed(empty), Fixed(chain)]).propose([], 4) is chain
-    assert MergedDrafter([Fixed(None), Fixed(empty)]).propose([], 4) is None
-    both = MergedDrafter([Fixed(chain), Fixed(chain_draft([1, 3], 0.5, Source.SHARED))]).propose([], 4)
-    assert both.tokens.tolist() == [1, 2, 3]
-    assert both.source.tolist() == [Source.PREDICTION, Source.PREDICTION, Source.SHARED]
 
 
 PROMPT = [900, 901]

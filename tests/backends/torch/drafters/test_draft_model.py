@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.draft_model import ModelDrafter, SharedNoiseSampler
+from agentspec.backends.torch.drafters import draft_model
+from agentspec.backends.torch.drafters.base import Drafter, chain_draft
+from agentspec.backends.torch.drafters.draft_model import (
+    LONGEST_WAIT,
+    GatedDrafter,
+    ModelDrafter,
+    SharedNoiseSampler,
+)
 from agentspec.backends.torch.sampling.sampler import Sampler
-from agentspec.types import SamplingParams, Source
+from agentspec.types import Draft, SamplingParams, Source, path_length
 
 SAMPLINGS = [
     SamplingParams(temperature=0),
@@ -116,15 +125,58 @@ def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pyt
     assert drafter.propose([*PROMPT, 199], 5) is not None
 
 
-def test_no_more_slots_are_kept_than_there_is_room_for(lab: Any) -> None:
-    rooms = [len(PROMPT) + 3]
-    drafter = ModelDrafter(lab.target, GREEDY, never, room=lambda: rooms[0])
-    draft = drafter.propose(PROMPT, 12)
-    assert 1 <= len(draft) <= 3 and drafter._cache.capacity <= rooms[0]
-    assert drafter.propose([*PROMPT, 1, 2, 3, 4], 8) is None and drafter._cache.nbytes == 0
-    rooms[0] = 100
-    again = drafter.propose([*PROMPT, 1, 2, 3, 4], 8)
-    assert (
-        again.tokens.tolist()
-        == ModelDrafter(lab.target, GREEDY, never).propose([*PROMPT, 1, 2, 3, 4], 8).tokens.tolist()
-    )
+# The drafter is asked where it pays.
+
+
+class Scripted(Drafter):
+    def __init__(self, script: Callable[[Sequence[int]], Draft | None]) -> None:
+        self.script, self.asked = script, 0
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        self.asked += 1
+        return self.script(context)
+
+
+def right(context: Sequence[int]) -> Draft:
+    """The text counts up, three tokens at a time."""
+    return chain_draft([len(context) + i for i in range(3)], 0.9, Source.MODEL)
+
+
+def wrong(context: Sequence[int]) -> Draft:
+    return chain_draft([10**6] * 3, 0.9, Source.MODEL)
+
+
+def play(drafter: GatedDrafter, rounds: int) -> None:
+    """Commit what a target that counts up would. By its clock each drafting takes 10 µs, on a busy machine too."""
+    context, readings = list(range(5)), itertools.count()
+    for _ in range(rounds):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draft_model, "perf_counter", lambda: 1e-5 * next(readings))
+            draft = drafter.propose(context, 8)
+        after = list(range(len(context), len(context) + 8))
+        accepted = 0 if draft is None else path_length(draft.tokens.tolist(), draft.parents.tolist(), after)
+        context += after[: 1 + accepted]
+
+
+def test_a_model_that_pays_is_asked_every_round_and_weighs_its_own_time() -> None:
+    costly = Scripted(right)
+    drafter = GatedDrafter(Scripted(lambda context: None), costly, lambda rows: 1.0)
+    play(drafter, 50)
+    assert costly.asked == 50 and drafter.seconds_weighed > 0
+
+
+@pytest.mark.parametrize(("script", "step_seconds"), [(wrong, 1e-9), (right, 1e-9), (wrong, 1e-5)])
+def test_a_model_that_does_not_pay_is_asked_ever_less(
+    script: Callable[[Sequence[int]], Draft], step_seconds: float
+) -> None:
+    costly = Scripted(script)
+    play(GatedDrafter(Scripted(lambda context: None), costly, lambda rows: step_seconds), 4 * LONGEST_WAIT)
+    assert costly.asked < 40
+    before = costly.asked
+    assert before >= 6, "it is tried again"
+
+
+def test_a_model_that_reads_the_prompt_is_not_judged_by_it() -> None:
+    reading = Scripted(lambda context: None)
+    play(GatedDrafter(Scripted(lambda context: None), reading, lambda rows: 1e-9), 30)
+    assert reading.asked == 30

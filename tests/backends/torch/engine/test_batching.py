@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,41 +140,6 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
         answer = sequence.tokens[len(ask.prompt) :]
         want = lab.oracle(ask.prompt, ask.sampling, max_tokens=len(answer), stop_ids=())
         lab.require_same(ask.prompt, ask.sampling, answer, want)
-
-
-def test_a_forward_that_fails_is_the_fault_of_whoever_fails_alone(
-    lab: Any, ask_of: Any, tree_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One sequence that no forward can compute: the others' answers are whole, and memory is freed first, that of the
-    forward that failed included.
-    """
-    asks, wants = asks_of(lab, ask_of, tree_of, 4)
-    forward, freed, computed = TargetModel.forward_batch, list[bool](), list[weakref.ref[torch.Tensor]]()
-    forgotten = lambda: all(tensor() is None for tensor in computed)  # noqa: E731
-    shared = step.EngineContext(lab.target, lab.tokenizer, free_memory=lambda: freed.append(forgotten()))
-    sequences = [ask.begin(shared, None) for ask in asks]
-
-    def breaking(target: TargetModel, items: Sequence[BatchItem]) -> Any:
-        assert forgotten()
-        if any(item.kv_cache is sequences[2].kv_cache for item in items):
-            held = forward(target, items)[0]  # rows are written all the same
-            computed.append(weakref.ref(held))
-            raise RuntimeError("out of something")
-        return forward(target, items)
-
-    monkeypatch.setattr(TargetModel, "forward_batch", breaking)
-    outcomes: dict[EngineSequence, list[int]] = {sequence: [] for sequence in sequences}
-    failed: list[EngineSequence] = []
-    with torch.inference_mode():
-        while active := [g for g in sequences if g.finish is None and g not in failed]:
-            for sequence, outcome in step.run_step(plan_step(active, shared), shared):
-                if isinstance(outcome, Exception):
-                    failed.append(sequence)
-                elif outcome is not None:
-                    outcomes[sequence] += outcome.token_ids
-    assert failed == [sequences[2]] and freed == [True]
-    for index in (0, 1, 3):
-        lab.require_same(asks[index].prompt, asks[index].sampling, outcomes[sequences[index]], wants[index])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -11,7 +11,7 @@ import pytest
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import cache_session
-from agentspec.backends.torch.engine.cache_session import HELD, CacheSession
+from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.types import GenerateRequest, Labels, Namespace, SamplingParams
@@ -57,31 +57,6 @@ def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: Suff
     assert cache.stats().sequences == 1
     assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
     opened(None).record(ANSWER)
-
-
-class Failing:
-    """A cache request whose disk is gone."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def fail(*args: Any, **options: Any) -> None:
-            self.calls.append(name)
-            raise OSError("the disk is gone")
-
-        return fail
-
-
-@pytest.mark.parametrize("clean", [True, False])
-def test_an_error_of_any_kind_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture, clean: bool) -> None:
-    closing, extending, drafting = Failing(), Failing(), Failing()
-    CacheSession(closing).close(clean=clean)
-    CacheSession(extending).extend([1] * HELD)
-    assert CacheSession(drafting).draft(3) is None
-    assert closing.calls == ["close" if clean else "abandon"]
-    assert (extending.calls, drafting.calls) == (["extend", "abandon"], ["draft", "abandon"])
-    assert caplog.text.count("the disk is gone") == 5
 
 
 @pytest.mark.parametrize("clean", [True, False])

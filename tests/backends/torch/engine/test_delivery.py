@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.engine.delivery import MOST_ITEMS, Choices, Inbox, join_deltas, joined
+from agentspec.backends.torch.engine.delivery import Choices, join_deltas, joined
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -25,27 +20,6 @@ def request_of() -> EngineRequest:
 
 
 REQUESTS = [request_of() for _ in range(3)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=3)), max_size=300), st.integers(0, 300))
-def test_what_waits_is_joined_and_nothing_is_lost(told: list[tuple[int, str]], ends: int) -> None:
-    async def play() -> None:
-        inbox = Inbox()
-        for number, (choice, text) in enumerate(told):
-            assert inbox.put(REQUESTS[choice], Delta(text=text, token_ids=(number,)))
-            assert len(inbox._items) <= MOST_ITEMS
-        assert not told or ends or inbox.put(REQUESTS[0], ValueError("x"))
-        items = await inbox.get() if told else []
-        if told and not ends:
-            assert isinstance(items.pop()[1], ValueError)
-        for request, delta in items:
-            mine = [(number, text) for number, (choice, text) in enumerate(told) if REQUESTS[choice] is request]
-            assert isinstance(delta, Delta)
-            assert delta.text == "".join(text for _, text in mine)
-            assert delta.token_ids == tuple(number for number, _ in mine)
-        assert len({id(request) for request, _ in items}) == len(items) and len(inbox._items) == 0
-
-    asyncio.run(play())
 
 
 def test_a_joined_delta_is_what_its_parts_are() -> None:
@@ -64,34 +38,6 @@ def test_a_joined_delta_is_what_its_parts_are() -> None:
         (REQUESTS[0], parts[0]),
         (REQUESTS[0], error),
     ]
-
-
-def test_a_closed_loop_says_so() -> None:
-    async def make() -> Inbox:
-        return Inbox()
-
-    inbox = asyncio.run(make())
-    assert not inbox.put(REQUESTS[0], Delta("x"))
-
-
-@pytest.mark.anyio
-async def test_a_reader_that_stops_reading_holds_its_answer_once(saved_model: Path, monkeypatch: Any) -> None:
-    """The engine finishes an answer that nobody reads; its text waits in few pieces, and is whole when it is read."""
-    made: list[Inbox] = []
-    begin = Inbox.__init__
-    monkeypatch.setattr(Inbox, "__init__", lambda inbox: (made.append(inbox), begin(inbox))[1])
-    backend = TorchBackend.load(TorchSettings(model=str(saved_model), device="cpu"))
-    sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True)
-    request = GenerateRequest("m", token_ids=[1, 2, 3], sampling=sampling)
-    want = [token async for delta in backend.generate(request) for token in delta.token_ids]
-    answer = backend.generate(request)
-    got = list((await anext(answer)).token_ids)
-    while backend.stats().active or backend.stats().queued:
-        await asyncio.sleep(0.01)
-    assert 1 <= len(made[-1]._items) <= MOST_ITEMS
-    rest = [delta async for delta in answer]
-    assert len(rest) <= 2 and got + [token for delta in rest for token in delta.token_ids] == want
-    await backend.aclose()
 
 
 END = 0

@@ -1,15 +1,16 @@
-"""Every call that may fail fails once: the n-th of them, for every n, while an answer is preempted and resumed.
+"""Every call that may fail fails once: the n-th of them, for every n, while two answers are computed together.
 
 And memory that really runs out: a program whose address space is limited loses one request and answers the next.
 """
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,43 +18,34 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine import engine as step
-from agentspec.backends.torch.engine import scheduler as planning
-from agentspec.backends.torch.engine.cache_session import CacheSession
-from agentspec.backends.torch.engine.engine import Engine
-from agentspec.backends.torch.engine.prefix_cache import PrefixCache
-from agentspec.backends.torch.engine.scheduler import Scheduler
-from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
-from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.sampler import Sampler
+from agentspec.backends.torch import TorchBackend
 from agentspec.errors import EngineError, EngineStoppedError
-from agentspec.types import Delta, GenerateRequest, SamplingParams
-from tests.backends.torch.engine.conftest import tighten
+from agentspec.types import GenerateRequest, SamplingParams
 
-WAIT = 60.0
+GREEDY = SamplingParams(temperature=0)
 PROMPT = list(range(20, 40))
 LATER = [9, 8, 7, *PROMPT]
-ROOM = 139  # slots: for one answer as it grows, and another as it begins
-PHASES: list[tuple[Any, str]] = [
-    (TargetModel, "forward_batch"), (TargetModel, "new_cache"), (SequenceCache, "update"), (SequenceCache, "commit"),
-    (SequenceCache, "rows"), (SequenceCache, "joined"), (PrefixCache, "find"), (PrefixCache, "keep"),
-    (Sampler, "begin"), (Sampler, "choose"), (EngineSequence, "commit"), (EngineSequence, "proposing"),
-    (Scheduler, "allocate"), (planning, "plan_step"), (step, "fetch"), (step, "synchronize"),
-    (step, "allocate_draft_budget"),
-]  # fmt: skip
+PHASES = (
+    "model.target.TargetModel.forward_batch", "model.target.TargetModel.new_cache",
+    "model.kv_cache.SequenceCache.update", "model.kv_cache.SequenceCache.commit", "model.kv_cache.SequenceCache.rows",
+    "model.kv_cache.SequenceCache.joined", "engine.prefix_cache.PrefixCache.find",
+    "engine.prefix_cache.PrefixCache.keep", "engine.sequence.Sequence.commit", "engine.sequence.Sequence.propose",
+    "engine.scheduler.Scheduler.allocate", "engine.scheduler.plan_step", "engine.engine.fetch",
+    "engine.engine.synchronize", "engine.engine.allocate_draft_budget", "sampling.sampler.Sampler.begin",
+    "sampling.sampler.Sampler.choose",
+)  # fmt: skip
 
 
 class Faults:
-    """Raises `error` in the n-th of the calls to any of the phases."""
+    """Raises `error` in the n-th of the calls to any of the phases, which only a patch can do at every place."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls, self.at, self.error = 0, 0, Exception()
-        for owner, name in PHASES:
-            patch.setattr(owner, name, self._wrapped(owner, name))
+        for phase in PHASES:
+            owner, _, name = phase.rpartition(".")
+            patch.setattr(*self._wrapped(resolve_name(f"agentspec.backends.torch.{owner}"), name))
 
-    def _wrapped(self, owner: Any, name: str) -> Any:
+    def _wrapped(self, owner: Any, name: str) -> tuple[Any, str, Any]:
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +54,7 @@ class Faults:
                 raise self.error
             return original(*args, **kwargs)
 
-        return staticmethod(call) if isinstance(vars(owner)[name], classmethod) else call
+        return owner, name, staticmethod(call) if isinstance(vars(owner)[name], classmethod) else call
 
     def start(self, at: int, error: Exception) -> None:
         self.calls, self.at, self.error = 0, at, error
@@ -76,144 +68,104 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 Outcome = list[int] | Exception
 
 
-class Scene:
-    """A long answer, and an urgent one that needs its memory soon after; both then read one prompt again."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._asked = engine, dict[EngineRequest, queue.Queue[Delta | Exception]]()
-        self._submitted = set[EngineRequest]()
-
-    def play(self) -> list[Outcome]:
-        slow = self._request(PROMPT, 12, priority=5)
-        urgent = self._request(LATER, 4, priority=0)
-        heard = slow.deliver
-
-        def deliver(item: Delta | Exception) -> None:
-            slow.deliver = heard
-            heard(item)
-            if not isinstance(item, Exception):
-                self._submit(urgent)
-
-        slow.deliver = deliver
-        self._submit(slow)
-        first = self._outcome(slow)
-        if urgent not in self._submitted:
-            self._submit(urgent)
-        return [first, self._outcome(urgent)]
-
-    def after(self) -> Outcome:
-        request = self._request(PROMPT, 5)
-        self._submit(request)
-        return self._outcome(request)
-
-    def _submit(self, request: EngineRequest) -> None:
-        self._submitted.add(request)
-        try:
-            self._engine.submit(request)
-        except EngineError as error:
-            self._asked[request].put(error)
-
-    def _request(self, prompt: list[int], max_tokens: int, **params: Any) -> EngineRequest:
-        told: queue.Queue[Delta | Exception] = queue.Queue()
-        original = GenerateRequest("m", token_ids=prompt, sampling=SamplingParams(temperature=0), **params)
-        request = EngineRequest(original, prompt, max_tokens, frozenset(), None, told.put)
-        self._asked[request] = told
-        return request
-
-    def _outcome(self, request: EngineRequest) -> Outcome:
-        tokens: list[int] = []
-        while True:
-            item = self._asked[request].get(timeout=WAIT)
-            if isinstance(item, Exception):
-                return item
-            tokens += item.token_ids
-            if item.finish_reason:
-                return tokens
+async def ask(backend: TorchBackend, prompt: list[int], max_tokens: int, begun: asyncio.Event | None = None) -> Outcome:
+    sampling, tokens = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), list[int]()
+    try:
+        async for delta in backend.generate(GenerateRequest("m", token_ids=prompt, sampling=sampling)):
+            tokens += delta.token_ids
+            if begun is not None:
+                begun.set()
+    except EngineError as error:
+        return error
+    finally:
+        if begun is not None:
+            begun.set()
+    return tokens
 
 
-@pytest.fixture
-def engine_of(lab: Any) -> Iterator[Callable[[], Engine]]:
-    engines: list[Engine] = []
-
-    def make() -> Engine:
-        context = EngineContext(lab.target, lab.tokenizer)
-        engines.append(Engine(context, TorchSettings(max_active=2), lambda request: CacheSession(None)))
-        tighten(engines[-1], ROOM)
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+async def play(backend: TorchBackend) -> list[Outcome]:
+    """An answer, and another that joins it once it has begun."""
+    begun = asyncio.Event()
+    first = asyncio.ensure_future(ask(backend, PROMPT, 12, begun))
+    await begun.wait()
+    return [*await asyncio.gather(first, ask(backend, LATER, 4))]
 
 
 ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("odd shapes")]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_at_any_place_fails_requests_but_never_the_engine(
-    lab: Any, engine_of: Any, faults: Faults, error: Exception, every: int
+async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
+    lab: Any, faults: Faults, error: Exception, every: int
 ) -> None:
-    wants = [lab.oracle(prompt, SamplingParams(temperature=0), max_tokens=length, stop_ids=()) for prompt, length in (
-        (PROMPT, 12), (LATER, 4), (PROMPT, 5)
-    )]  # fmt: skip
-    at, failed = 1, 0
-    while True:
-        engine = engine_of()
-        scene = Scene(engine)
+    want = partial(lab.oracle, sampling=GREEDY, stop_ids=())
+    wants = [want(PROMPT, max_tokens=12), want(LATER, max_tokens=4), want(PROMPT, max_tokens=5)]
+    at, failed, reached = 1, 0, True
+    while reached:
+        backend = TorchBackend(lab.loaded, TorchSettings(max_active=2))
         faults.start(at, error)
-        outcomes = scene.play()
+        outcomes = await play(backend)
         reached = faults.calls >= at
         faults.start(0, error)
-        for got, want in zip([*outcomes, scene.after()], wants, strict=True):
-            assert got == want or (isinstance(got, EngineError) and got.__cause__ is error), f"call {at}: {got}"
-        assert scene.after() == wants[2] and engine.failure is None
-        assert not engine.scheduler.has_work and engine.scheduler.kv_slots == 0
-        failed += engine.context.counters.failed
-        assert engine.context.counters.preempted or not all(isinstance(got, list) for got in outcomes)
-        engine.close()
-        if not reached:
-            break
+        for got, answer in zip([*outcomes, await ask(backend, PROMPT, 5)], wants, strict=True):
+            assert got == answer or (isinstance(got, EngineError) and got.__cause__ is error), f"call {at}: {got}"
+        assert await ask(backend, PROMPT, 5) == wants[2] and backend.failure is None
+        stats = backend.stats()
+        assert (stats.active, stats.queued, stats.kv_rows) == (0, 0, 0)
+        assert "no room" not in str(outcomes) and stats.failed == sum(not isinstance(got, list) for got in outcomes)
+        failed += stats.failed
+        await backend.aclose()
         at += every
     assert at > 100 and failed > 3
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("device-side assert"), RuntimeError("CUDA error: an illegal memory access")]
 )
-def test_an_error_of_the_device_at_any_place_ends_the_engine_and_leaves_nobody_waiting(
-    engine_of: Any, faults: Faults, error: Exception, every: int
+async def test_an_error_of_the_device_at_any_place_ends_the_engine_and_leaves_no_client_waiting(
+    lab: Any, faults: Faults, error: Exception, every: int
 ) -> None:
     at = 1
     while True:
-        engine = engine_of()
-        scene = Scene(engine)
+        backend = TorchBackend(lab.loaded, TorchSettings(max_active=2))
         faults.start(at, error)
-        outcomes = scene.play()
+        outcomes = await play(backend)
         reached = faults.calls >= at
         faults.start(0, error)
+        if reached:
+            last = await ask(backend, PROMPT, 5)
+            assert isinstance(last, EngineStoppedError) and backend.failure is not None, f"call {at}: {last}"
+            assert all(isinstance(got, (list, EngineError)) for got in outcomes)
+        await backend.aclose()
         if not reached:
             break
-        last = scene.after()
-        assert isinstance(last, EngineStoppedError) and engine.failure is not None, (
-            f"call {at}: {last} after {outcomes}"
-        )
-        assert all(isinstance(got, (list, EngineError)) for got in outcomes)
-        engine.close()
         at += every
     assert at > 100
 
 
-def test_a_preempted_answer_goes_on_without_its_rows_where_they_cannot_be_copied(
-    lab: Any, engine_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of()
-    monkeypatch.setattr(PrefixCache, "find", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
-    first, second = Scene(engine).play()
-    want = lab.oracle(PROMPT, SamplingParams(temperature=0), max_tokens=12, stop_ids=())
-    assert first == want and isinstance(second, list)
-    assert engine.context.counters.preempted == 1 and engine.context.counters.failed == 0
+@pytest.mark.anyio
+async def test_a_request_that_no_forward_can_compute_fails_alone(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of all fails with it, and each is then tried alone."""
+    backend, forward = TorchBackend(lab.loaded, TorchSettings()), type(lab.target).forward_batch
+
+    def breaking(target: Any, items: Any) -> Any:
+        if any(250 in item.tokens for item in items):
+            raise RuntimeError("out of something")
+        return forward(target, items)
+
+    monkeypatch.setattr(type(lab.target), "forward_batch", breaking)
+    prompts = [[1, 2, 3], PROMPT, [1, 250, 3], LATER]
+    outcomes = await asyncio.gather(*(ask(backend, prompt, 6) for prompt in prompts))
+    for prompt, got in zip(prompts, outcomes, strict=True):
+        if 250 in prompt:
+            assert isinstance(got, EngineError) and "something" not in str(got)
+        else:
+            assert got == lab.oracle(prompt, GREEDY, max_tokens=6, stop_ids=())
+    await backend.aclose()
 
 
 PROGRAM = """

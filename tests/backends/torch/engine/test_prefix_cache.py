@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache, PrefixNode
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.types import SamplingParams
-from tests.backends.torch.engine.conftest import slots_of
+from agentspec.cache.deletion import Reach, select
+from agentspec.types import Namespace, SamplingParams
+
+
+def slots_of(tokens: Sequence[int]) -> SequenceCache:
+    """A cache of one layer whose keys and values are the token ids themselves."""
+    cache = SequenceCache(len(tokens))
+    values = torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)
+    cache.update(values, values, 0)
+    cache.commit(len(tokens), ())
+    return cache
 
 
 def content(cache: SequenceCache) -> list[int]:
@@ -22,21 +34,6 @@ def content(cache: SequenceCache) -> list[int]:
 
 BYTES = 8  # of one row: a key and a value in float32
 TEXT = st.lists(st.integers(0, 1), min_size=6, max_size=24)
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8), TEXT)
-def test_finds_the_longest_prefix_of_the_tenant(kept: list[tuple[str, list[int]]], wanted: list[int]) -> None:
-    store = PrefixCache()
-    for tenant, tokens in kept:
-        store.keep(tenant, tokens, slots_of(tokens))
-    best = max(
-        (shared(tokens, wanted) for tenant, tokens in kept if tenant == "a" and len(tokens) >= SHORTEST), default=0
-    )
-    found = store.find("a", wanted, 100)
-    if best < SHORTEST:
-        assert found is None
-    else:
-        assert content(found) == wanted[:best] and found.capacity == 100
 
 
 def shared(left: list[int], right: list[int]) -> int:
@@ -79,13 +76,9 @@ def test_whatever_is_found_under_pressure_is_right(
         found = store.find("a", wanted, 30, left // (1 + number % 3))
         assert found is None or (content(found) == wanted[: found.length] and found.length >= SHORTEST)
         assert store.nbytes <= left // (1 + number % 3)
-        nodes = [node for root in store._roots.values() for node in below(root)]
+        nodes = list(store._nodes())
         assert store.nbytes == sum(len(node.tokens) for node in nodes) * BYTES
         assert all(node.rows.nbytes == len(node.tokens) * BYTES for node in nodes)
-
-
-def below(node: PrefixNode) -> list[PrefixNode]:
-    return [found for child in node.children for found in (child, *below(child))]
 
 
 def test_where_both_do_not_fit_the_slots_are_moved() -> None:
@@ -96,16 +89,6 @@ def test_where_both_do_not_fit_the_slots_are_moved() -> None:
     assert (store.nbytes, len(store)) == (0, 0)
 
 
-def test_a_conversation_that_goes_on_adds_only_what_is_new() -> None:
-    store, tokens = PrefixCache(), list(range(10))
-    for length in range(10, 101, 10):
-        tokens = list(range(length))
-        store.keep("t", tokens, slots_of(tokens), 100 * BYTES)
-        assert (store.nbytes, len(store)) == (length * BYTES, 1)
-    store.keep("t", list(range(101)), slots_of(list(range(101))), 100 * BYTES)  # more than there may be
-    assert store.find("t", tokens, 1).length == 100
-
-
 def test_what_is_handed_out_can_be_written_to() -> None:
     store = PrefixCache()
     tokens = list(range(10))
@@ -114,6 +97,68 @@ def test_what_is_handed_out_can_be_written_to() -> None:
     first.update(torch.full((1, 1, 2, 1), 99.0), torch.full((1, 1, 2, 1), 99.0), 0)
     first.truncate(3)
     assert content(store.find("t", tokens, 20)) == tokens
+
+
+TEXTS = st.tuples(st.sampled_from("ab"), st.sampled_from([None, "s", "t"]), st.lists(st.integers(0, 1), max_size=24))
+
+
+def reach(**conditions: Any) -> Reach:
+    return Reach(select(**conditions).scope, lambda tenant: Namespace(tenant, "model", "tokenizer", "template"))
+
+
+@given(st.lists(TEXTS, max_size=10), TEXTS, st.sampled_from(["s", "t", None]))
+def test_the_longest_prefix_of_the_tenant_is_found_without_what_was_deleted(
+    stored: list[Any], wanted: Any, deleted: str | None
+) -> None:
+    """Of one tenant all is deleted, or one session, with all text that goes on behind it."""
+    store, tenant = PrefixCache(), wanted[0]
+    for owner, session, tokens in stored:
+        store.keep(owner, tokens, slots_of(tokens), session=session)
+    for gone in (False, True):
+        for owner, _, tokens in [*stored, wanted]:
+            left = [
+                other
+                for who, session, other in stored
+                if who == owner and len(other) >= SHORTEST
+                and not (gone and who == tenant and deleted in (None, session))
+            ]  # fmt: skip
+            best = max((shared(other, tokens) for other in left), default=0)
+            found = store.find(owner, tokens, 100)
+            assert found is None or content(found) == tokens[: found.length]
+            assert (found.length if found else 0) <= best
+            if best >= SHORTEST and not (gone and owner == tenant):
+                assert found is not None and found.length == best and found.capacity == 100
+        store.forget(reach(tenant=tenant) if deleted is None else reach(tenant=tenant, session=deleted))
+    assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
+
+
+def test_what_is_older_goes_and_what_was_guessed() -> None:
+    store, texts = PrefixCache(), [[value] * 20 for value in range(3)]
+    for text in texts:
+        store.keep("a", text, slots_of(text), guessed=text[0] == 2)
+    (old,) = (node for node in store._nodes() if len(node.tokens) and node.tokens[0] == 0)
+    old.made = time.time() - 100
+    store.forget(reach(older_than=50))
+    assert [store.known("a", np.asarray(text)) for text in texts] == [0, 20, 0]
+    store.forget(reach(session="nobody's"))
+    assert store.known("a", np.asarray(texts[1])) == 20
+
+
+def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_found() -> None:
+    class Slots(SequenceCache):
+        @property
+        def slot_bytes(self) -> int:
+            store.forget(reach(tenant="a"))
+            return super().slot_bytes
+
+    store, first = PrefixCache(), list(range(20))
+    store.keep("a", first, slots_of(first))
+    second = slots_of([*first, *range(50, 70)])
+    second.__class__ = Slots
+    store.keep("a", [*first, *range(50, 70)], second, 1 << 20)
+    assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
+    store.shrink(None)
+    assert store.nbytes == len(store) == 0 and not store._roots
 
 
 @pytest.mark.parametrize("edit", ["extended", "branched", "shortened", "same"])

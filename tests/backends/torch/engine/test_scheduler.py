@@ -1,26 +1,33 @@
-"""The scheduler by itself: whom it admits, whom it preempts, and how it divides a step."""
+"""The scheduler by itself: the order of requests, their memory, and how a step is divided."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.cache_session import CacheSession
+from agentspec.backends.torch.engine import kv_budget
+from agentspec.backends.torch.engine.kv_budget import DEFAULT_BYTES, KVBudget, available, budget_of, promise, release
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.errors import ShuttingDownError
+from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import GenerateRequest, SamplingParams
 
 PROMPT = list(range(20, 40))
+SLOT_BYTES = 256  # of the tiny model
+GPU = torch.device("cuda:0")
 
 
 def request_of(prompt: list[int] = PROMPT, *, max_tokens: int = 8, **params: Any) -> EngineRequest:
-    original = GenerateRequest("m", token_ids=prompt, sampling=SamplingParams(), **params)
+    original = GenerateRequest("m", token_ids=prompt, sampling=SamplingParams(), speculation=False, **params)
     return EngineRequest(original, prompt, max_tokens, frozenset(), None, lambda item: None)
 
 
@@ -30,56 +37,51 @@ def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
 
 
 @pytest.fixture
-def opened(lab: Any) -> Callable[[EngineRequest, Any], EngineSequence]:
+def opened(lab: Any, scripted_session: Any) -> Callable[[EngineRequest], EngineSequence]:
     context = EngineContext(lab.target, lab.tokenizer)
-    return lambda request, preempted: EngineSequence(request, context, lab.target.new_cache(1), CacheSession(None))
+
+    def open_sequence(request: EngineRequest) -> EngineSequence:
+        cache = lab.target.new_cache(len(request.prompt) + request.max_tokens + kv_budget.ROOM)
+        return EngineSequence(request, context, cache, scripted_session(request.prompt))
+
+    return open_sequence
 
 
 def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of()
-    scheduler.add(request_of([1]))
     scheduler.add(request_of(PROMPT * 20))
+    (alone,) = scheduler.schedule(opened)
+    assert (alone.num_tokens, alone.draws) == (CHUNKS[0], False)
+    scheduler.add(request_of([1]))
     first, second = scheduler.schedule(opened)
     assert (first.num_tokens, first.draws) == (1, True)
     assert second.num_tokens in CHUNKS and not second.draws
     assert second.batch_item.tokens == second.sequence.tokens[: second.num_tokens]
 
 
-def test_alone_a_prompt_takes_the_largest_chunk_and_draws_behind_its_last_token(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of()
-    scheduler.add(request_of(PROMPT * 20))
-    (only,) = scheduler.schedule(opened)
-    assert (only.num_tokens, only.draws) == (CHUNKS[0], False)
-    scheduler = scheduler_of()
-    scheduler.add(request_of())
-    (only,) = scheduler.schedule(opened)
-    assert (only.num_tokens, only.draws) == (len(PROMPT), True)
+shapes = st.tuples(st.integers(0, 3), st.integers(1, 90), st.booleans())
 
 
-@pytest.mark.parametrize("priorities", [(5, 0), (1, 1), (0, 5)])
-def test_no_priority_takes_the_slot_of_what_runs(scheduler_of: Any, opened: Any, priorities: Any) -> None:
-    scheduler = scheduler_of(max_active=1)
-    for priority in priorities:
-        scheduler.add(request_of(priority=priority))
-        scheduler.schedule(opened)
-    assert [sequence.request.original.priority for sequence in scheduler.active] == [priorities[0]]
-    assert scheduler.num_waiting == 1 and scheduler.has_work
-
-
-@pytest.mark.parametrize("priorities", [[1, 1, 1], [2, 0, 1, 0, 2, 1, 0], [3, 2, 1, 0]])
-def test_the_lowest_priority_is_first_and_among_equals_what_came_first(
-    scheduler_of: Any, opened: Any, priorities: list[int]
+@given(st.lists(shapes, max_size=12), st.integers(1, 3), st.integers(160, 500))
+def test_requests_begin_in_their_order_within_memory_and_all_of_them(
+    scheduler_of: Any, opened: Any, asked: list[tuple[int, int, bool]], most: int, slots: int
 ) -> None:
-    scheduler = scheduler_of(max_active=1)
-    requests = [request_of(priority=priority) for priority in priorities]
+    scheduler, begun = scheduler_of(max_active=most, kv_bytes=SLOT_BYTES * slots), list[EngineRequest]()
+    requests = [request_of(priority=priority, max_tokens=length) for priority, length, _ in asked]
+    requests = [one for one in requests if scheduler.kv_budget.needed(one) <= slots]
     for request in requests:
         scheduler.add(request)
-    served = []
+    left = [one for one, (_, _, cut) in zip(requests, asked, strict=False) if not (cut and scheduler.cancel(one))]
+
+    def start(request: EngineRequest) -> EngineSequence:
+        begun.append(request)
+        return opened(request)  # type: ignore[no-any-return]
+
     while scheduler.has_work:
-        scheduler.schedule(opened)
-        served.append(scheduler.active[0].request)
-        scheduler.remove(scheduler.active[0], clean=True)
-    assert served == sorted(requests, key=lambda request: request.original.priority)
+        scheduler.schedule(start)
+        assert scheduler.kv_slots <= slots and 0 < len(scheduler.active) <= most
+        scheduler.remove(scheduler.active[len(begun) % len(scheduler.active)], clean=True)
+    assert scheduler.idle and begun == sorted(left, key=lambda one: one.original.priority)
 
 
 def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(scheduler_of: Any, opened: Any) -> None:
@@ -93,3 +95,50 @@ def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(s
     assert not scheduler.has_work and scheduler.kv_slots == 0
     with pytest.raises(ShuttingDownError):
         scheduler.add(request_of())
+
+
+def test_a_request_that_needs_lent_slots_is_no_work_until_they_are_back(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of(kv_bytes=SLOT_BYTES * 250)
+    give_back = scheduler.kv_budget.lend(200, [])
+    for slots, error in ((51, OverloadedError), (251, ContextLengthError)):
+        with pytest.raises(error):
+            scheduler.kv_budget.lend(slots, [])
+    scheduler.add(request_of())
+    assert not scheduler.has_work and not scheduler.schedule(opened) and not scheduler.idle
+    give_back()
+    give_back()
+    assert scheduler.has_work and scheduler.schedule(opened) and scheduler.kv_budget.lent == 0
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Says how many bytes every device has free; no engine has been promised any."""
+    monkeypatch.setattr(kv_budget, "_PROMISED", weakref.WeakSet())
+    return lambda bytes: monkeypatch.setattr(kv_budget, "free_memory", lambda device: bytes)
+
+
+def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any, caplog: Any) -> None:
+    free(1000)
+    first, second = (KVBudget(0, device=GPU) for _ in range(2))
+    third, used = KVBudget(0, device=torch.device("cuda:1")), [0]
+    first.allocated = lambda: used[0]
+    assert [promise(one, None) for one in (first, second, third)] == [800, 160, 800]
+    release(second)
+    assert available(GPU) == 200
+    used[0] = 500  # these bytes are not free any more
+    assert available(GPU) == 700
+    release(first)
+    assert promise(KVBudget(0, device=GPU), 3 << 20) == 3 << 20 and "kv_bytes promises 3 MiB of cuda:0" in caplog.text
+
+
+@pytest.mark.parametrize(("bytes", "share"), [(1000, 500), (1 << 60, DEFAULT_BYTES), (None, DEFAULT_BYTES)])
+def test_the_share_of_a_cpu_leaves_others_their_half(free: Any, bytes: int | None, share: int) -> None:
+    free(bytes)
+    assert promise(KVBudget(0), None) == share
+
+
+def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any, free: Any) -> None:
+    free(256)
+    with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
+        budget_of(lab.target, None)
+    assert caught.value.param == "kv_bytes"

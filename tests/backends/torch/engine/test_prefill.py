@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import prefill
-from agentspec.backends.torch.engine.prefill import known_prompt
+from agentspec.backends.torch.engine.prefill import JOB_SECONDS, MOST_JOBS, PrefillQueue, known_prompt
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.cache import SuffixCache
 from agentspec.errors import InvalidRequestError
-from agentspec.types import Delta, GenerateRequest, SamplingParams
+from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -66,16 +68,24 @@ def test_it_begins_the_prompt_that_comes_whatever_the_tools_return(
     assert tokenizer.decode(known).endswith("<result>")
 
 
-def test_thoughts_that_the_template_leaves_out_are_not_part_of_it(tokenizer_of: Any) -> None:
-    tokenizer = TokenizerAdapter(tokenizer_of(ASKED_BEFORE))
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>yes"}]
-    known = tokenizer.decode(known_prompt(tokenizer, GenerateRequest("m", messages=said)))
-    assert known == "user:hi;assistant:yes;user:"
-
-
-def test_a_template_that_refuses_results_is_told(tokenizer_of: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="no"):
-        known_prompt(TokenizerAdapter(tokenizer_of(NO_TOOLS)), GenerateRequest("m", messages=[calling("1")]))
+@pytest.mark.parametrize(
+    ("template", "messages", "known"),
+    [
+        (ASKED_BEFORE, [{"role": "assistant", "content": "<think>hm</think>yes"}], "user:hi;assistant:yes;user:"),
+        (NO_TOOLS, [calling("1")], None),
+    ],
+    ids=["thoughts left out", "results refused"],
+)
+def test_it_is_what_the_template_makes_of_it(
+    tokenizer_of: Any, template: str, messages: list[Any], known: str | None
+) -> None:
+    tokenizer = TokenizerAdapter(tokenizer_of(template))
+    request = GenerateRequest("m", messages=[{"role": "user", "content": "hi"}, *messages])
+    if known is None:
+        with pytest.raises(InvalidRequestError, match="no"):
+            known_prompt(tokenizer, request)
+    else:
+        assert tokenizer.decode(known_prompt(tokenizer, request)) == known
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
@@ -102,92 +112,89 @@ async def backend_of(lab_class: Any, tiny_model: Any, tokenizer_of: Any) -> Asyn
     lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
     async with AsyncExitStack() as stack:
 
-        def make(keeps_prefixes: bool = True, **settings: Any) -> TorchBackend:
-            backend = TorchBackend(lab.loaded, TorchSettings(**settings), keeps_prefixes=keeps_prefixes)
+        def make(cache: SuffixCache | None = None, keeps_prefixes: bool = True) -> TorchBackend:
+            backend = TorchBackend(lab.loaded, TorchSettings(), cache, keeps_prefixes=keeps_prefixes)
             stack.push_async_callback(backend.aclose)
             return backend
 
         yield make
 
 
-async def turn(backend: TorchBackend, request: GenerateRequest) -> tuple[dict[str, Any], Any]:
-    """The assistant's message, and the last delta."""
+async def turn(backend: TorchBackend, request: GenerateRequest) -> dict[str, Any]:
+    """The assistant's message, which calls a tool."""
     deltas = [delta async for delta in backend.generate(request)]
     calls = [call for delta in deltas for call in delta.extra.get("tool_calls", ())]
     arguments = "".join(call["function"].get("arguments") or "" for call in calls)
     call = {"id": calls[0]["id"], "type": "function", "function": {"name": "f", "arguments": arguments}}
     assert json.loads(arguments) == {"a": "b"} and deltas[-1].finish_reason == "tool_calls"
-    return {"role": "assistant", "content": "", "tool_calls": [call]}, deltas[-1]
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def tokens_of(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
+async def follow(backend: TorchBackend, message: dict[str, Any], **fields: Any) -> tuple[list[int], Any]:
+    """The next turn's tokens, and its usage."""
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+    request = replace(CALLING, messages=(*MESSAGES, message, result), tool_choice="none", sampling=SHORT, **fields)
+    deltas = [delta async for delta in backend.generate(request)]
+    return [token for delta in deltas for token in delta.token_ids], deltas[-1].usage
 
 
-def following(message: dict[str, Any]) -> GenerateRequest:
-    id = message["tool_calls"][0]["id"]
-    result = {"role": "tool", "tool_call_id": id, "content": "42"}
-    return replace(CALLING, messages=(*MESSAGES, message, result), tool_choice="none", sampling=SHORT)
-
-
-def waiting(backend: TorchBackend) -> Any:
-    return backend._next_turns and backend._next_turns._waiting
-
-
-async def settled(backend: TorchBackend) -> None:
-    """Wait until nothing is left to read."""
-    while waiting(backend) or backend._engine.reads_ahead().ready:
+async def read(backend: TorchBackend) -> None:
+    """Wait until the engine has read ahead what there was to read."""
+    while not backend.stats().prefills["launched"]:
+        await asyncio.sleep(0.01)
+    while backend.stats().kv_rows:
         await asyncio.sleep(0.01)
 
 
 async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> None:
-    backend = backend_of()
-    message, _ = await turn(backend, CALLING)
-    await settled(backend)
-    assert backend.stats().prefills["launched"] == 1
-    with_slots = [delta async for delta in backend.generate(following(message))]
-    prompt = backend._tokenizer.prompt(following(message))
-    assert len(prompt) - with_slots[-1].usage.cached_tokens == len("42;>")
-    assert backend.stats().prefills["used"] == 1
-    plain = backend_of()
-    await turn(plain, replace(CALLING, prefill_next=False))
-    without = [delta async for delta in plain.generate(following(message))]
-    assert without[-1].usage.cached_tokens < with_slots[-1].usage.cached_tokens
-    assert tokens_of(without) == tokens_of(with_slots)
+    backend, plain = backend_of(), backend_of()
+    message = await turn(backend, CALLING)
+    await read(backend)
+    strangers = await follow(backend, message, tenant="stranger")
+    tokens, usage = await follow(backend, message)
+    assert usage.prompt_tokens - usage.cached_tokens == len("42;>") and backend.stats().prefills["used"] == 1
+    without, own = await follow(plain, await turn(plain, replace(CALLING, prefill_next=False)))
+    assert own.cached_tokens < usage.cached_tokens and strangers[1].cached_tokens == 0
+    assert tokens == without == strangers[0]
+
+
+async def test_what_was_read_is_forgotten_with_what_it_derives_from(backend_of: Any) -> None:
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        message = await turn(backend, CALLING)
+        await read(backend)
+        cache.forget(tenant="default")
+        assert (await follow(backend, message))[1].cached_tokens == 0
+        await backend.aclose()
 
 
 @pytest.mark.parametrize(
     ("settings", "fields"),
-    [
-        ({"keeps_prefixes": False}, {}),
-        ({}, {"prefill_next": False}),
-        ({}, {"store": False}),
-    ],
+    [({"keeps_prefixes": False}, {}), ({}, {"prefill_next": False}), ({}, {"store": False})],
     ids=["no slots", "request", "store"],
 )
-async def test_nothing_is_read_where_it_is_not_wanted(backend_of: Any, settings: Any, fields: Any) -> None:
+async def test_nothing_is_read_where_it_is_not_wanted(
+    backend_of: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, fields: Any
+) -> None:
+    monkeypatch.setattr(prefill, "WAITS", (0.0,) * 9)
     backend = backend_of(**settings)
-    await turn(backend, replace(CALLING, **fields))
-    await settled(backend)
+    await follow(backend, await turn(backend, replace(CALLING, **fields)), tenant="stranger")
+    await asyncio.sleep(0.05)
     assert backend.stats().prefills["launched"] == 0
 
 
 async def test_a_tool_that_is_faster_leaves_nothing_to_read(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "WAITS", (60.0,))
     backend = backend_of()
-    message, _ = await turn(backend, CALLING)
-    assert waiting(backend)
-    async for _ in backend.generate(following(message)):
-        pass
-    await settled(backend)
-    assert backend.stats().prefills["launched"] == 0
-
-
-async def test_what_waits_ends_with_the_backend(backend_of: Any) -> None:
-    backend = backend_of()
+    tasks = len(asyncio.all_tasks())
+    message = await turn(backend, CALLING)
+    assert len(asyncio.all_tasks()) == tasks + 1
+    await follow(backend, message)
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == tasks and backend.stats().prefills["launched"] == 0
     await turn(backend, CALLING)
-    await backend.aclose()
-    assert not waiting(backend)
+    await backend.aclose()  # which does not wait for a tool
+    assert len(asyncio.all_tasks()) == tasks
 
 
 def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
@@ -196,15 +203,51 @@ def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
     lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
     backend = TorchBackend(lab.loaded, TorchSettings())
     loop = asyncio.new_event_loop()
-    message, _ = loop.run_until_complete(turn(backend, CALLING))
+    message = loop.run_until_complete(turn(backend, CALLING))
     loop.close()
-    assert waiting(backend)
 
-    async def follow() -> list[Delta]:
+    async def later() -> list[int]:
         try:
-            return [delta async for delta in backend.generate(following(message))]
+            return (await follow(backend, message))[0]
         finally:
             await backend.aclose()
 
-    assert tokens_of(asyncio.run(follow()))
-    assert not waiting(backend)
+    assert asyncio.run(later())
+
+
+# The queue of what is expected.
+
+TOKENS = list(range(40))
+
+
+def queue_of() -> tuple[PrefillQueue, list[float]]:
+    now = [0.0]
+    return PrefillQueue(Counter(), lambda: now[0]), now
+
+
+@pytest.mark.parametrize("prompt", [[*TOKENS, 7], [*TOKENS[:38], 99, 98]])
+def test_the_expected_prompt_ends_the_job_whatever_the_last_tokens_became(prompt: list[int]) -> None:
+    queue, _ = queue_of()
+    queue.add("a", TOKENS)
+    for tenant, tokens, left in (("b", prompt, 1), ("a", TOKENS[:30], 1), ("a", prompt, 0)):
+        queue.arrived(tenant, tokens)
+        assert len(queue.jobs) == left
+
+
+def test_jobs_that_no_prompt_came_for_end() -> None:
+    queue, now = queue_of()
+    for read, cancelled in ((0, 0), (4, 1)):
+        queue.add("a", TOKENS)
+        if read:
+            queue.computed(queue.jobs[0], read)
+        now[0] += JOB_SECONDS
+        assert queue.due() is None and len(queue.jobs) == 0 and queue.counts["cancelled"] == cancelled
+
+
+def test_a_tenant_that_expects_much_takes_nothing_from_another() -> None:
+    queue, _ = queue_of()
+    queue.add("b", TOKENS)
+    for n in range(2 * MOST_JOBS):
+        queue.add("a", [n, *TOKENS])
+    due = queue.due()
+    assert len(queue.jobs) == MOST_JOBS and due is not None and due.tenant == "b"
