@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ClassVar, Protocol
+from itertools import chain, islice
+from typing import Any, ClassVar
 
 LEAST_SHARE = 0.5  # of a prompt that must be known somewhere: below it, reading it again costs less than a detour
 MOST_SESSIONS = 1 << 18  # sessions whose servers are remembered
@@ -19,10 +22,15 @@ ALONE = 1  # server that has a prefix which others may still be spared; what two
 SHARED = 0.1  # of the calls are others', from which there seem to be other gateways
 _KEY = b"agentspec placement"  # a hash of its own, the same in every process and on every machine
 
-TABLE_BYTES = 64 << 20
-ENTRY_BYTES = 224  # of one block's entry without its holders, as measured in CPython
-HOLDER_BYTES = 8
+TABLE_BLOCKS = 1 << 18  # of prompts that are remembered, of about 230 to 360 bytes each
 MOST_HOLDERS = 16  # of one block that are remembered, the newest
+
+BLOCK_BYTES = 1024  # about 256 tokens, sixteen of vLLM's blocks
+MAX_BLOCKS = 512
+MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
+_TEXT_MESSAGE = {"role", "content"}
+ITEMS = 256  # of a list of token ids that are encoded at once
+MOST_PIECES = 4096  # of a prompt that are read: more than it may have messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class Member:
     in_flight: int = 0
     """Calls that the gateway has sent and that have not ended."""
     others: int = 0
-    """Requests of anyone else in the server, by its own metrics: of other gateways, other workers, other clients."""
+    """Requests of others in the server, by its own metrics: of other gateways and other clients."""
     waiting: int = 0
     """Requests queued in the server, by its own metrics. They count twice, since a queue is worse than a batch."""
     kv_use: float = 0.0
@@ -54,43 +62,30 @@ class Call:
     """Hashes of the prompt's blocks, each of all text up to its end, so that equal prefixes have equal hashes."""
 
 
-class PlacementPolicy(Protocol):
+class PlacementPolicy(ABC):
     """Chooses a member for each call. One instance serves one pool, in one thread."""
 
-    reads_prompts: ClassVar[bool]
+    reads_prompts: ClassVar[bool] = False
     """Whether it looks at the blocks of calls, which callers then compute before they ask."""
 
+    @abstractmethod
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
         """One of `members`, which are those that may take a call now: never empty."""
-        ...
 
-    def placed(self, call: Call, member: Member) -> None:
+    def placed(self, call: Call, member: Member) -> None:  # noqa: B027  (an answer is not required)
         """The call has been sent to `member`, which may not be the one chosen."""
-        ...
 
-    def removed(self, name: str) -> None:
+    def removed(self, name: str) -> None:  # noqa: B027
         """The member left the pool or lost what it had cached."""
-        ...
 
 
-class _Stateless:
-    reads_prompts: ClassVar[bool] = False
-
-    def placed(self, call: Call, member: Member) -> None:
-        del call, member
-
-    def removed(self, name: str) -> None:
-        del name
-
-
-class RoundRobin(_Stateless):
+class RoundRobin(PlacementPolicy):
     """One after the other: the one that was chosen least recently."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}  # when each was chosen last
 
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
-        del call
         chosen = min(members, key=lambda member: self._turns.get(member.name, 0))
         self._turns[chosen.name] = max(self._turns.values(), default=0) + 1
         return chosen
@@ -99,11 +94,10 @@ class RoundRobin(_Stateless):
         self._turns.pop(name, None)
 
 
-class LeastLoaded(_Stateless):
-    """The member with the fewest calls; of equals the one with the freest KV cache."""
+class LeastLoaded(PlacementPolicy):
+    """The freest member."""
 
     def choose(self, call: Call, members: Sequence[Member]) -> Member:
-        del call
         return freest(members)
 
 
@@ -112,49 +106,33 @@ def freest(members: Sequence[Member]) -> Member:
     return min(members, key=lambda member: (member.calls, member.kv_use))
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The longest known prefix of a prompt in blocks, and the members that it was sent to, the newest first."""
-
-    blocks: int = 0
-    holders: tuple[str, ...] = ()
-
-
-NO_MATCH = PrefixMatch()
-
-
 class PrefixTable:
-    """Blocks of prompts with the members that they were sent to, in at most `max_bytes`.
+    """At most `most` blocks of prompts, with the members that they were sent to.
 
     A block's hash covers all text up to its end, so that the deepest known block of a prompt says all. Blocks are
-    forgotten from the least recently sent prompt on, its last block first, as vLLM's prefix cache evicts: what is known
-    of a prompt is thus always a prefix of it, which `match` finds by bisection.
+    forgotten from the least recently sent prompt on, its last block first, as vLLM's prefix cache evicts: so the known
+    blocks of a prompt are always a prefix of it, which `match` finds by bisection.
     """
 
-    def __init__(self, max_bytes: int = TABLE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
+    def __init__(self, most: int = TABLE_BLOCKS) -> None:
+        self._most = most
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # the least recently sent block first
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    @property
-    def bytes(self) -> int:
-        return self._bytes
-
-    def match(self, blocks: Sequence[int]) -> PrefixMatch:
-        """The longest prefix that some member was sent. O(log blocks)."""
+    def match(self, blocks: Sequence[int]) -> tuple[int, tuple[str, ...]]:
+        """The blocks in the longest prefix that some member was sent, and these members, the newest first."""
         known = self._holders
         low, high = 0, len(blocks)
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if blocks[middle] in known else (low, middle)
-        return PrefixMatch(low, known[blocks[low - 1]]) if low else NO_MATCH
+        return (low, known[blocks[low - 1]]) if low else (0, ())
 
     def sent(self, blocks: Sequence[int], name: str) -> None:
-        """A prompt of these blocks has gone to the member `name`."""
-        known, alone, before = self._holders, (name,), len(self._holders)
+        """A prompt of these blocks was sent to the member `name`."""
+        known, alone = self._holders, (name,)
         find, renew = known.get, known.move_to_end
         for block in reversed(blocks):  # the first block becomes the newest
             holders = find(block)
@@ -163,25 +141,17 @@ class PrefixTable:
             else:
                 renew(block)
                 if name not in holders:
-                    self._replace(block, (name, *holders[: MOST_HOLDERS - 1]))
-        self._bytes += (len(known) - before) * (ENTRY_BYTES + HOLDER_BYTES)
-        while self._bytes > self._max_bytes:
-            _, holders = known.popitem(last=False)
-            self._bytes -= ENTRY_BYTES + HOLDER_BYTES * len(holders)
+                    known[block] = (name, *holders[: MOST_HOLDERS - 1])
+        while len(known) > self._most:
+            known.popitem(last=False)
 
     def forget(self, name: str) -> None:
         """The member has lost its cache. Costs a pass over the table: servers do not leave often."""
         for block, holders in list(self._holders.items()):
-            if name in holders:
-                self._replace(block, tuple(one for one in holders if one != name))
-
-    def _replace(self, block: int, holders: tuple[str, ...]) -> None:
-        self._bytes += HOLDER_BYTES * (len(holders) - len(self._holders[block]))
-        if holders:
-            self._holders[block] = holders
-        else:
-            del self._holders[block]
-            self._bytes -= ENTRY_BYTES
+            if holders == (name,):
+                del self._holders[block]
+            elif name in holders:
+                self._holders[block] = tuple(one for one in holders if one != name)
 
 
 class Roster:
@@ -209,7 +179,7 @@ class Roster:
         return member.calls + 1 <= math.ceil(most)
 
 
-class WorkflowAffinity:
+class WorkflowAffinity(PlacementPolicy):
     """Sessions stay where their context is cached, as long as that server is not crowded. The default policy.
 
     A session's next call extends the context of the last one, which only one server has: its home. That is where this
@@ -227,7 +197,7 @@ class WorkflowAffinity:
     cache-aware router, with its imbalance test replaced by a bound).
     """
 
-    reads_prompts: ClassVar[bool] = True
+    reads_prompts = True
 
     def __init__(self) -> None:
         self._table = PrefixTable()
@@ -255,10 +225,10 @@ class WorkflowAffinity:
 
     def _holder(self, call: Call, roster: Roster, *, most: int = MOST_HOLDERS) -> Member | None:
         """The freest member with room that has most of the prompt; None if there is none, or more than `most` have."""
-        match = self._table.match(call.blocks)
-        if match.blocks < LEAST_SHARE * len(call.blocks) or not 0 < len(match.holders) <= most:
+        known, names = self._table.match(call.blocks)
+        if known < LEAST_SHARE * len(call.blocks) or not 0 < len(names) <= most:
             return None
-        holders = [member for member in roster.members if member.name in match.holders]
+        holders = [member for member in roster.members if member.name in names]
         chosen = freest(holders) if holders else None
         return chosen if chosen is not None and roster.has_room(chosen, BOUND) else None
 
@@ -289,3 +259,72 @@ POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
 }
 """The policies by the names that settings use. Each pool gets an instance of its own."""
 DEFAULT_POLICY = "workflow"
+
+
+# Prompts as blocks.
+
+
+def block_hashes(scope: str, pieces: Iterable[bytes]) -> Iterator[int]:
+    """The hash of each whole block of the text in `pieces`, at most `MAX_BLOCKS`; later pieces are not read."""
+    last, rest, count = hash(scope), b"", 0
+    for piece in pieces:
+        text = rest + piece if rest else piece
+        for start in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            last = hash((last, text[start : start + BLOCK_BYTES]))
+            yield last
+            count += 1
+            if count == MAX_BLOCKS:
+                return
+        rest = text[len(text) - len(text) % BLOCK_BYTES :]
+
+
+def prompt_blocks(tenant: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The hashes of the blocks of the prompt in a body with these `fields`, each of all text up to its end; an
+    unfinished block has none. Tenants' prompts share nothing, and hashes hold for this process.
+    """
+    return tuple(block_hashes(tenant, prompt_pieces(fields)))
+
+
+def scoped_call(tenant: str, session: str | None, blocks: Sequence[int] = ()) -> Call:
+    """What policies know of a call of a tenant's `session`."""
+    return Call(session and f"{tenant}\n{session}", blocks)
+
+
+def prompt_pieces(fields: Mapping[str, Any]) -> Iterable[bytes]:
+    """The prompt in a body with these `fields`, piece by piece, as text in which equal beginnings are equal.
+
+    What lies beyond `MOST_PIECES` is left out, so that no body takes long to read.
+    """
+    return islice(_pieces(fields), MOST_PIECES)
+
+
+def _pieces(fields: Mapping[str, Any]) -> Iterator[bytes]:
+    yield _encoded(fields.get("tools"))
+    for name in ("system", "instructions", "prompt", "input", "messages"):
+        value = fields.get(name)
+        if isinstance(value, list):
+            yield from chain.from_iterable(
+                _items(value[start : start + ITEMS]) for start in range(0, len(value), ITEMS)
+            )
+        elif value is not None:
+            yield _encoded(value)
+
+
+def _items(items: list[Any]) -> Iterator[bytes]:
+    """Some items of a list: messages and prompts each by itself, token ids all at once, since they are many and small.
+
+    A longer list begins as a shorter one does: each item ends with its comma, and no bracket ends the list.
+    """
+    if isinstance(items[0], (dict, list)):
+        yield from map(_encoded, items)
+    else:
+        yield _encoded(items)[1:-1] + b","
+
+
+def _encoded(value: Any) -> bytes:
+    """As JSON, which is no need for a message that is only text; of a long text, its beginning."""
+    if isinstance(value, str):
+        value = value[:MAX_BYTES]
+    elif isinstance(value, dict) and value.keys() == _TEXT_MESSAGE and isinstance(text := value["content"], str):
+        return f"{value['role']}\0{text[:MAX_BYTES]}\0".encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

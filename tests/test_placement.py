@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.placement import (
+    BLOCK_BYTES,
     CROWDED,
-    ENTRY_BYTES,
     FEW,
-    HOLDER_BYTES,
+    ITEMS,
+    MAX_BLOCKS,
+    MOST_PIECES,
     POLICIES,
     Call,
     Member,
@@ -23,8 +25,11 @@ from agentspec.placement import (
     Roster,
     RoundRobin,
     WorkflowAffinity,
+    block_hashes,
     freest,
+    prompt_pieces,
     rank,
+    scoped_call,
 )
 
 
@@ -188,24 +193,23 @@ def test_the_match_is_the_longest_prefix_that_was_sent(sent, prompt):
     table = PrefixTable()
     for text, name in sent:
         table.sent(_blocks(text), name)
-    match = table.match(_blocks(prompt))
+    known, holders = table.match(_blocks(prompt))
     longest = max(
         (n for n in range(len(prompt) + 1) if n and any(t.startswith(prompt[:n]) for t, _ in sent)), default=0
     )
-    assert match.blocks == longest
+    assert known == longest
     if longest:
-        assert set(match.holders) == {name for text, name in sent if text.startswith(prompt[:longest])}
+        assert set(holders) == {name for text, name in sent if text.startswith(prompt[:longest])}
 
 
 @given(PROMPTS, st.integers(1, 6))
-def test_what_is_kept_is_bounded_and_always_a_prefix(sent, room):
-    table = PrefixTable(room * (ENTRY_BYTES + HOLDER_BYTES))
+def test_the_known_blocks_are_bounded_and_always_a_prefix(sent, room):
+    table = PrefixTable(room)
     for text, name in sent:
         table.sent(_blocks(text), name)
-        assert table.bytes <= room * (ENTRY_BYTES + HOLDER_BYTES)
         assert len(table) <= room
     for text, _ in sent:
-        known = [table.match([block]).blocks for block in _blocks(text)]
+        known = [table.match([block])[0] for block in _blocks(text)]
         assert known == sorted(known, reverse=True)
 
 
@@ -218,5 +222,49 @@ def test_a_member_that_lost_its_cache_holds_nothing(sent):
             without.sent(_blocks(text), name)
     table.forget("x")
     assert len(table) == len(without)
-    assert table.bytes == without.bytes
-    assert all("x" not in table.match(_blocks(text)).holders for text, _ in sent)
+    assert all("x" not in table.match(_blocks(text))[1] for text, _ in sent)
+
+
+@given(st.binary(max_size=5000), st.binary(max_size=3000), st.integers(1, 999))
+def test_equal_beginnings_have_equal_blocks_however_the_text_is_cut(text, more, size):
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    whole = list(block_hashes("t", [text]))
+    assert whole == list(block_hashes("t", pieces)) == list(block_hashes("t", [text, more]))[: len(whole)]
+    assert len(whole) == len(text) // BLOCK_BYTES
+    assert not set(whole) & set(block_hashes("other tenant", [text]))
+    assert scoped_call("t", "s").session != scoped_call("other tenant", "s").session
+
+
+def test_of_long_prompts_the_beginning_is_read():
+    pieces = iter([bytes(BLOCK_BYTES)] * 4 * MAX_BLOCKS)
+    blocks = list(block_hashes("t", pieces))
+    assert len(blocks) == MAX_BLOCKS and len(list(pieces)) == 3 * MAX_BLOCKS and blocks[0] != blocks[1]
+
+
+def test_a_chat_begins_as_its_next_turn_does():
+    """Later messages change none of its blocks; other tools in front of them change all."""
+    turns = [
+        {"role": "user", "content": "x" * 3000},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ]
+    short, long = ({"messages": messages} for messages in (turns, [*turns, {"role": "user", "content": "y" * 3000}]))
+    first, second = (list(block_hashes("t", prompt_pieces(fields))) for fields in (short, long))
+    assert len(first) == 2 and second[:2] == first and len(second) == 5
+    assert not set(first) & set(block_hashes("t", prompt_pieces({**short, "tools": [{"type": "function"}]})))
+
+
+@pytest.mark.parametrize("item", [1, 54321, "", [], {}, [1, 2]])
+def test_a_list_of_many_small_items_is_read_in_few_pieces(item):
+    assert sum(1 for _ in prompt_pieces({"prompt": [item] * 200_000})) <= MOST_PIECES
+
+
+def test_a_list_of_token_ids_begins_as_a_longer_one_does():
+    """However many of them are encoded at once, and without taking 1, 2 for 12."""
+
+    def text(ids):
+        return b"".join(prompt_pieces({"prompt": ids}))
+
+    ids = list(range(3 * ITEMS))
+    for length in (1, ITEMS - 1, ITEMS, ITEMS + 1, 2 * ITEMS + 7):
+        assert text(ids).startswith(text(ids[:length]))
+    assert text([1, 2]) != text([12])

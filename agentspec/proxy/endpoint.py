@@ -13,11 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.attempts import Attempt, Attempts
 from agentspec.backends.pool.backend import PoolBackend
-from agentspec.backends.pool.pool import Pool
-from agentspec.backends.pool.prompt import prompt_blocks, scoped_call
+from agentspec.backends.pool.pool import Attempt, Attempts, Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
+from agentspec.placement import prompt_blocks, scoped_call
 from agentspec.protocol.completions import CompletionWriter, parse_completion
 from agentspec.protocol.headers import STRATEGY_HEADER
 from agentspec.protocol.requests import parse_chat

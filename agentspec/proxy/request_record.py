@@ -15,7 +15,7 @@ from agentspec.proxy.auth import Identity
 from agentspec.types import Delta, Labels, Speculation, Usage
 
 if TYPE_CHECKING:
-    from agentspec.backends.pool.attempts import Attempt
+    from agentspec.backends.pool.pool import Attempt
 
 _KEY = "agentspec.request_record"
 BYTES_PER_TOKEN = 4

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import anyio
 
-from agentspec.backends.pool.attempts import retry_after
+from agentspec.backends.pool.pool import retry_after
 from agentspec.errors import (
     NoServerError,
     OverloadedError,

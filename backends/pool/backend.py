@@ -13,11 +13,9 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
-from agentspec.backends.pool.attempts import Attempts
-from agentspec.backends.pool.pool import Pool
-from agentspec.backends.pool.prompt import prompt_blocks, scoped_call
+from agentspec.backends.pool.pool import Attempts, Pool
 from agentspec.errors import NoServerError, UpstreamError
-from agentspec.placement import Call
+from agentspec.placement import Call, prompt_blocks, scoped_call
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
@@ -36,7 +34,7 @@ class PoolBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the server that `probe` has reported, or of the first one: all are meant to be alike."""
+        """Those of the server that `probe` has reported, or of the first one: all should be alike."""
         shown = self._shown or next((member.backend for member, _ in self.pool.members()), None)
         return Capabilities(logprobs=True) if shown is None else shown.capabilities
 
@@ -69,10 +67,7 @@ class PoolBackend:
         return await self._ask(lambda backend, _: backend.models(headers))
 
     async def probe(self, timeout: float = 10.0) -> ProbeReport:
-        """Find out what the servers can do, and report one that answers: if there is one, one that takes no token ids.
-
-        Never raises; see `ProbeReport.error`.
-        """
+        """Find out what the servers can do, and report one that answers, the least able. Never raises."""
         await self.pool.prepare()
         backends = [member.backend for member, _ in self.pool.members()]
         reports = await asyncio.gather(*(backend.probe(timeout) for backend in backends))
@@ -96,7 +91,7 @@ class PoolBackend:
         return await self._ask(asked)
 
     async def any_server(self) -> tuple[OpenAIBackend, str | None]:
-        """A server for what is no call of a client's, and its name for the model. Raises `NoServerError`."""
+        """A server for a request that is no client's call, and its name for the model. Raises `NoServerError`."""
         await self.pool.prepare()
         placed = self.pool.place(Call())
         if placed is None:

@@ -1,4 +1,4 @@
-"""The servers of one `[backends.NAME]` table, which may come and go."""
+"""The servers of one `[backends.NAME]` table: a list, or the addresses of a name, which come and go."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import asyncio
 import logging
 import socket
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import HttpUrl
 
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.member import PoolMember
+from agentspec.backends.pool.member import PoolMember, current_time
 from agentspec.backends.settings import FleetSettings, OpenAISettings
 
 if TYPE_CHECKING:
@@ -42,59 +40,37 @@ class Address:
 
 
 def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
-    """The servers at `urls`, named by host and port, and by path and scheme too where that does not tell them apart."""
-    urls = tuple(urls)
-    ways = [_names(url) for url in urls]
-    shared = Counter(name for names in ways for name in names)
+    """The servers at `urls`, named by host and port, or by the whole URL where these are not enough."""
+    named = [(f"{_shown(url.host or '')}:{url.port}", url) for url in urls]
+    names = [name for name, _ in named]
     return tuple(
-        Address(next((name for name in names if shared[name] == 1), names[-1]), url)
-        for names, url in zip(ways, urls, strict=True)
+        Address(name if names.count(name) == 1 else f"{url.scheme}://{name}{url.path}", url) for name, url in named
     )
 
 
-def _names(url: HttpUrl) -> tuple[str, str, str]:
-    """What a server may be called, the shortest first."""
-    place = f"{_shown(url.host or '')}:{url.port}"
-    whole = f"{place}{url.path}"
-    return place, whole, f"{url.scheme}://{whole}"
-
-
 async def discover(settings: OpenAISettings) -> tuple[Address, ...]:
-    """Look now. Raises `DiscoveryError` if nothing could be found: what was found before then holds."""
+    """Look now. Raises `DiscoveryError` if nothing could be found: the earlier result then holds."""
     if settings.base_urls is not None:
         return listed(settings.base_urls)
-    async with _limited():
-        found = await _addresses(settings.url)
-    if not found:
-        raise DiscoveryError(f"{settings.url.host} has no address")
-    return found
-
-
-@asynccontextmanager
-async def _limited() -> AsyncIterator[None]:
-    """Turns what fails in a lookup, or takes too long, into a `DiscoveryError`."""
+    host, port = settings.url.host or "", settings.url.port or 443
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
-            yield
+            found = await asyncio.wrap_future(_lookup(host, port))
     except TimeoutError:
         raise DiscoveryError(f"no answer within {LOOKUP_SECONDS:g} s") from None
     except (OSError, UnicodeError) as error:
         raise DiscoveryError(str(error)) from None
-
-
-async def _addresses(url: HttpUrl) -> tuple[Address, ...]:
-    """One server for each A and AAAA record of the host."""
-    port = url.port or 443
-    found = await asyncio.wrap_future(_lookup(url.host or "", port))
-    return tuple(Address(f"{_shown(address)}:{port}", url, address) for address in found)
+    if not found:
+        raise DiscoveryError(f"{host} has no address")
+    return tuple(Address(f"{_shown(address)}:{port}", settings.url, address) for address in found)
 
 
 def _lookup(host: str, port: int) -> Future[list[str]]:
     """The addresses of a host, sorted, found in a thread of its own: the resolver cannot be stopped, takes long
-    where DNS does not answer, and must hold up no other work, the end of the process included.
+    where DNS does not answer, and must block no other work, the end of the process included.
     """
     answer: Future[list[str]] = Future()
-    answer.set_running_or_notify_cancel()  # who waits for it may give up; it goes on
+    answer.set_running_or_notify_cancel()  # the caller may stop waiting for it; it goes on
 
     def look() -> None:
         try:
@@ -114,8 +90,8 @@ def _shown(host: str) -> str:
 class Servers:
     """The members of the pools that the backend `name` is a part of. One server is the same member in all of them.
 
-    `only` is the backend of a table with one address, which is ready already. `lost` holds what is called with the name
-    of a member that is gone, or has failed so that its caches probably are.
+    `only` is the backend of a table with one address, if it is built already. `lost` holds functions that are called
+    with the name of a member that is gone, or has failed so that its caches probably are.
     """
 
     def __init__(
@@ -131,37 +107,39 @@ class Servers:
         self._complaint = ""
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
-            self.members = (PoolMember(name, name, backend, fleet, lost=self._tell_lost),)
+            self.members = (PoolMember(name, name, backend, fleet, self._tell_lost),)
         elif settings.base_urls is not None:
-            self.members = tuple(self._member(address) for address in listed(settings.base_urls))
+            self.members = tuple(self._member(self._named(one), one) for one in listed(settings.base_urls))
 
     @property
     def is_dynamic(self) -> bool:
         """Whether servers come and go."""
         return self.settings.resolve != "off"
 
-    async def refresh(self, now: float) -> None:
+    def is_due(self) -> bool:
+        """Whether to look for servers now."""
+        return self.is_dynamic and current_time() >= self.look_at
+
+    async def refresh(self) -> None:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
-        self.look_at = now + DISCOVERY_SECONDS  # nobody else looks meanwhile
+        self.look_at = current_time() + DISCOVERY_SECONDS
         try:
-            found = await discover(self.settings)
+            wanted = {self._named(address): address for address in await discover(self.settings)}
         except DiscoveryError as error:
             if str(error) != self._complaint:
                 logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
             self._complaint = str(error)
         else:
             self._complaint = ""
-            await self._update(found)
+            await self._update(wanted)
         self.looked = True
 
-    async def _update(self, found: Sequence[Address]) -> None:
+    async def _update(self, wanted: dict[str, Address]) -> None:
         known = {member.name: member for member in self.members}
-        wanted = {self._named(address): address for address in found}
-        kept = {name: one for name, one in known.items() if name in wanted}
-        self.members = tuple(kept.get(name) or self._member(address) for name, address in wanted.items())
-        gone = [member for name, member in known.items() if name not in kept]
-        if gone or len(wanted) > len(kept):
-            logger.info("backends.%s: %d servers, %d of them new", self.name, len(wanted), len(wanted) - len(kept))
+        self.members = tuple(known.get(name) or self._member(name, address) for name, address in wanted.items())
+        gone = [member for name, member in known.items() if name not in wanted]
+        if gone or len(wanted) > len(known):
+            logger.info("backends.%s: %d servers, %d left", self.name, len(wanted), len(gone))
         for member in gone:
             self._tell_lost(member.name)
             await member.backend.aclose()  # its running calls go on to their ends
@@ -169,18 +147,14 @@ class Servers:
     def _named(self, address: Address) -> str:
         return f"{self.name}/{address.name}"
 
-    def _member(self, address: Address) -> PoolMember:
+    def _member(self, name: str, address: Address) -> PoolMember:
         settings = self.settings.for_server(address.url)
         backend = OpenAIBackend(settings, name=self.name, address=address.connect)
         if self._isolation is not None:
             backend.isolate(self._isolation)
         if self._most_tokens is not None:
             backend.limit(self._most_tokens)
-        return PoolMember(self._named(address), self.name, backend, self._fleet, lost=self._tell_lost)
-
-    def is_due(self, now: float) -> bool:
-        """Whether to look for servers now."""
-        return self.is_dynamic and now >= self.look_at
+        return PoolMember(name, self.name, backend, self._fleet, self._tell_lost)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         self._isolation = isolation
@@ -193,7 +167,7 @@ class Servers:
             member.backend.limit(max_tokens)
 
     async def check_isolation(self) -> None:
-        """Raises `ConfigurationError` if one that answers could not keep several tenants apart."""
+        """Raises `ConfigurationError` if one that answers cannot keep several tenants apart."""
         await asyncio.gather(*(member.backend.check_isolation() for member in self.members))
 
     async def leave_loop(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.pool.prompt import prompt_blocks
 from agentspec.backends.settings import FleetSettings, OpenAISettings
+from agentspec.placement import prompt_blocks
 from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.reasoning.settings import STRATEGIES
 from agentspec.settings.load import ModelSettings, Settings

@@ -75,7 +75,7 @@ def test_one_server_is_one_member_of_all_pools_that_it_is_in(tmp_path: Path) -> 
     settings = load(tmp_path, '[models.m]\nbackends = ["a", "b"]\n[models.n]\nbackends = ["a"]\n')
     fleet = open_fleet(settings, {})
     assert fleet is not None
-    members = {name: [member for member, _ in pool.members()] for name, pool in fleet.pools.items()}
+    members = {name: [member for member, _ in backend.pool.members()] for name, backend in fleet.backends.items()}
     assert [one.name for one in members["models.m"]] == ["a", "b/b1:8000", "b/b2:8000"]
     assert members["models.n"][0] is members["models.m"][0]
 

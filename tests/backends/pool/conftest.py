@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import random
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.pool.pool import Pool
-from agentspec.backends.pool.servers import Servers
+from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import FleetSettings, OpenAISettings
-from agentspec.placement import PlacementPolicy, RoundRobin
+from agentspec.runtime import Runtime
+from agentspec.settings.load import ModelSettings, Settings
+from agentspec.types import GenerateRequest
 from tests.conftest import JumpingLoop
 
+CHAT = "/v1/chat/completions"
 ANSWER = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
+PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "h"}}]}\n\n'
+REQUEST = GenerateRequest(model="m", messages=({"role": "user", "content": "hi"},))
+REFUSED = httpx.ConnectError("refused")
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Server:
     headers: dict[str, str] = field(default_factory=dict)
     error: Exception | None = None
     delay: float = 0.0
+    cuts: bool = False
+    """Whether it sends a part of an answer alone."""
     paths: dict[str, Callable[[], Awaitable[httpx.Response]]] = field(default_factory=dict)
     seen: list[tuple[float, str]] = field(default_factory=list)
 
@@ -44,45 +50,62 @@ class Server:
             await asyncio.sleep(self.delay)
         if self.error is not None:
             raise self.error
+        if self.cuts:
+            return httpx.Response(200, content=PIECE, headers={"content-type": "text/event-stream"})
         return httpx.Response(self.status, content=json.dumps(ANSWER), headers=self.headers)
 
-    def times(self, path: str = "/v1/chat/completions") -> list[float]:
+    def times(self, path: str = CHAT) -> list[float]:
         return [at for at, one in self.seen if one == path]
 
 
 @dataclass
-class Made:
-    pool: Pool
-    servers: list[Servers]
+class Pool:
+    """The model `m` of a runtime, answered by several servers."""
+
+    runtime: Runtime
+
+    async def ask(self, **fields: Any) -> str:
+        request = GenerateRequest(**{"model": "m", "messages": REQUEST.messages, **fields})
+        async with aclosing(self.runtime.route("m").backend.generate(request)) as deltas:
+            return "".join([delta.text async for delta in deltas])
+
+    async def outcome(self) -> str:
+        """The answer, or the name of the error."""
+        try:
+            return await self.ask()
+        except Exception as error:
+            return type(error).__name__
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """A sample of each server, by name."""
+        assert self.runtime.fleet is not None
+        return {sample.member: sample for sample in self.runtime.fleet.samples()}
+
+    def states(self) -> list[str]:
+        return [sample.state for sample in self.members.values()]
+
+    async def begin(self) -> None:
+        assert self.runtime.fleet is not None
+        await self.runtime.fleet.begin()
 
 
 def make(
-    *servers: Server,
-    policy: PlacementPolicy | None = None,
-    kind: str = "other",
-    probe: bool = False,
-    **fleet: Any,
-) -> Made:
-    """A pool of these servers, to be made and used in one loop, by whose clock it goes."""
-    settings, targets = FleetSettings(**fleet), []
-    for server in servers:
-        own = OpenAISettings(base_url=f"http://{server.name}/v1", server_kind=kind, probe=probe)  # type: ignore[arg-type]
-        backend = OpenAIBackend(own, name=server.name, transport=httpx.MockTransport(server))
-        targets.append(Servers(server.name, own, settings, backend))
-    clock = asyncio.get_running_loop().time
-    wired = [(one, None) for one in targets]
-    pool = Pool("m", wired, policy or RoundRobin(), settings, clock=clock, rng=random.Random(1))
-    return Made(pool, targets)
-
-
-@pytest.fixture
-def make_pool() -> Callable[..., Made]:
-    return make
-
-
-@pytest.fixture
-def server() -> type[Server]:
-    return Server
+    *servers: Server, placement: Any = "round_robin", kind: Any = "other", probe: bool = False, **fleet: Any
+) -> Pool:
+    settings = {
+        one.name: OpenAISettings(base_url=f"http://{one.name}/v1", server_kind=kind, probe=probe)  # type: ignore[arg-type]
+        for one in servers
+    }
+    model = ModelSettings(backends=tuple(settings), placement=placement)
+    backends = {
+        one.name: OpenAIBackend(settings[one.name], name=one.name, transport=httpx.MockTransport(one))
+        for one in servers
+    }
+    all_of_it = Settings(backends=settings, models={"m": model}, fleet=FleetSettings(**fleet))  # type: ignore[arg-type]
+    runtime = Runtime(all_of_it, backends=backends)  # type: ignore[arg-type]
+    runtime.start()
+    return Pool(runtime)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,189 +4,138 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.metrics import ServerLoad
-from agentspec.backends.pool.fleet import PoolWatch
-from agentspec.backends.pool.member import PoolMember
-from agentspec.backends.settings import FleetSettings, OpenAISettings
+from tests.backends.pool.conftest import REFUSED, Pool, Server, make
 
-MODELS = {"data": [{"id": "m", "owned_by": "vllm"}]}
-METRICS = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0.5\n"
+VLLM = (
+    '# HELP vllm:num_requests_running x\nvllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+    'vllm:num_requests_running{engine="1",model_name="m"} 1.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+    'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+)
+SGLANG = 'sglang:num_running_reqs{m="x"} 5\nsglang:num_queue_reqs{m="x"} 7\nsglang:token_usage{m="x"} 1.5\n'
+OTHER = "process_cpu_seconds_total 3.0\nvllm:num_requests_running NaN\n"
 
 
-async def answering(content: bytes, status: int = 200) -> httpx.Response:
-    return httpx.Response(status, content=content)
+def answering(content: str, status: int = 200) -> Any:
+    async def answer() -> httpx.Response:
+        return httpx.Response(status, content=content.encode())
+
+    return answer
 
 
-def watching(made: Any) -> PoolWatch:
-    return PoolWatch(made.servers, asyncio.get_running_loop().time)
+async def ended(pool: Pool) -> None:
+    assert pool.runtime.fleet is not None
+    await pool.runtime.fleet.aclose()
 
 
-async def test_health_and_load_are_looked_at_once_a_second(make_pool: Any, server: Any) -> None:
-    one = server("a", paths={"/metrics": lambda: answering(METRICS)})
-    made = make_pool(one, kind="vllm", probe=True)
-    watch = watching(made)
-    watch.ensure()
-    watch.ensure()  # it runs already
-    await asyncio.sleep(20.1)
-    await watch.aclose()
-    health, metrics = one.times("/health"), one.times("/metrics")
-    assert len(health) == len(metrics) == 21
-    assert min(later - sooner for sooner, later in pairwise(metrics)) >= 1
-    [member] = made.servers[0].members
-    assert member.load == ServerLoad(3, 2, 0.5) and member.seen().waiting == 2 and member.seen().kv_use == 0.5
-    assert member.seen().others == 5  # no call of its own is under way
+@pytest.mark.parametrize(
+    ("metrics", "load"), [(VLLM, (4, 2, 0.75)), (SGLANG, (5, 7, 1.0)), (OTHER, (None, None, None))]
+)
+async def test_health_and_load_are_looked_at_once_a_second(metrics: str, load: tuple[Any, ...]) -> None:
+    one = Server("a", paths={"/metrics": answering(metrics)})
+    pool = make(one, kind="vllm", probe=True)
+    for _ in range(2):
+        await pool.begin()
+    await asyncio.sleep(20.5)
+    member = pool.members["a"]
+    assert (member.running, member.waiting, member.kv_use) == load
+    await ended(pool)
+    assert one.times("/health") == one.times("/metrics") == list(range(21))
     before = len(one.seen)
     await asyncio.sleep(20)
     assert len(one.seen) == before
 
 
-async def test_calls_of_its_own_are_not_taken_for_those_of_others(make_pool: Any, server: Any) -> None:
-    [member] = make_pool(server("a")).servers[0].members
-    for _ in range(4):
-        member.begin(0.0, retry=False)
-    member.measured(ServerLoad(3, 2, 0.5))
-    assert (member.seen().in_flight, member.seen().others) == (4, 1)
-    member.end(told=True)
-    assert (member.seen().in_flight, member.seen().others) == (3, 1)
-    member.measured(ServerLoad(1, 0, 0.5))  # two are on their way to it, or from it
-    assert member.seen().others == 0
-    member.measured(None)
-    assert member.seen().others == 0
+async def test_calls_go_where_fewer_run_and_own_calls_are_not_counted_twice() -> None:
+    """`a` runs two calls of another gateway's as well."""
+    servers = {"a": Server("a", delay=20.0), "b": Server("b", delay=20.0)}
+
+    async def metrics(name: str, others: int) -> httpx.Response:
+        return await answering(f"vllm:num_requests_running {len(servers[name].times()) + others}\n")()
+
+    servers["a"].paths["/metrics"] = partial(metrics, "a", 2)
+    servers["b"].paths["/metrics"] = partial(metrics, "b", 0)
+    for one in servers.values():
+        one.paths["/health"] = answering("")
+    pool = make(*servers.values(), kind="vllm", probe=True, placement="least_loaded")
+    await pool.begin()
+    calls = []
+    for _ in range(8):
+        await asyncio.sleep(1.1)
+        calls.append(asyncio.create_task(pool.ask()))
+    await asyncio.gather(*calls)
+    assert [len(one.times()) for one in servers.values()] == [3, 5]
+    await ended(pool)
 
 
-async def test_metrics_that_hang_keep_nobody_waiting_and_are_not_asked_for_twice_at_once(
-    make_pool: Any, server: Any
-) -> None:
+async def test_metrics_that_hang_are_not_asked_for_twice_at_once() -> None:
     async def hanging() -> httpx.Response:
         await asyncio.sleep(1000)
         return httpx.Response(200)
 
-    one = server("a", paths={"/metrics": hanging})
-    made = make_pool(one, kind="vllm", probe=True)
-    watch = watching(made)
-    watch.ensure()
+    one = Server("a", paths={"/metrics": hanging})
+    pool = make(one, kind="vllm", probe=True)
+    await pool.begin()
     await asyncio.sleep(30)
     assert 10 <= len(one.times("/metrics")) <= 15  # each takes its two seconds
-    [member] = made.servers[0].members
-    assert member.load is None and member.state(30.0) == "ready"
-    await watch.aclose()
+    assert pool.states() == ["ready"] and pool.members["a"].running is None
+    await ended(pool)
 
 
-async def test_a_server_without_metrics_is_seldom_asked_for_them(make_pool: Any, server: Any) -> None:
-    one = server("a", paths={"/metrics": lambda: answering(b"", 404)})
-    watch = watching(make_pool(one, kind="vllm", probe=True))
-    watch.ensure()
-    await asyncio.sleep(59)
-    assert len(one.times("/metrics")) == 1
-    await watch.aclose()
+@pytest.mark.parametrize(("probe", "health", "metrics"), [(True, 60, 1), (False, 0, 0)])
+async def test_a_server_without_metrics_is_seldom_asked_for_them_and_hosted_apis_never(
+    probe: bool, health: int, metrics: int
+) -> None:
+    one = Server("a", paths={"/metrics": answering("", 404)})
+    pool = make(one, kind="vllm", probe=probe)
+    await pool.begin()
+    await asyncio.sleep(59.5)
+    assert (len(one.times("/health")), len(one.times("/metrics"))) == (health, metrics)
+    await ended(pool)
 
 
-async def test_hosted_apis_are_left_alone(make_pool: Any, server: Any) -> None:
-    one = server("a")
-    watch = watching(make_pool(one, kind="vllm", probe=False))
-    watch.ensure()
-    await asyncio.sleep(30)
-    assert one.seen == []
-    await watch.aclose()
-
-
-def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
-    in_virtual_time: Any, make_pool: Any, server: Any, caplog: pytest.LogCaptureFixture
+async def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "agentspec")
-
-    async def work() -> None:
-        one = server("a", 503)
-        made = make_pool(one, probe=True)
-        lost: list[str] = []
-        made.servers[0].lost.append(lost.append)
-        watch = watching(made)
-        watch.ensure()
-        [member] = made.servers[0].members
-        await asyncio.sleep(1)
-        assert member.state(0.0) == "ready" and not lost
-        await asyncio.sleep(1)
-        assert member.state(0.0) == "unhealthy" and lost == ["a"]
-        await asyncio.sleep(20)
-        one.status = 404  # it has no such route, but it answers
-        await asyncio.sleep(2)
-        assert member.state(0.0) == "ready"
-        await watch.aclose()
-
-    in_virtual_time(work())
-    told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert told == ["a does not answer /health", "a answers /health again"]  # once each, and not at each look
-
-
-async def test_a_server_that_is_back_need_not_wait_for_its_breaker(make_pool: Any, server: Any) -> None:
-    """If it could not be reached; one that answers with errors has to."""
-
-    made = make_pool(server("a"), server("b"), probe=True, failures=1)
-    unreachable, erring = (one.members[0] for one in made.servers)
-    unreachable.failed(0.0, unreachable=True)
-    erring.failed(0.0)
-    watch = watching(made)
-    watch.ensure()
+    one, other = Server("a", paths={"/health": answering("", 503)}), Server("b")
+    pool = make(one, other, probe=True)
+    await pool.begin()
     await asyncio.sleep(0.5)
-    assert (unreachable.state(0.5), erring.state(0.5)) == ("half_open", "open")
-    await watch.aclose()
+    assert pool.states() == ["ready", "ready"]
+    await asyncio.sleep(1)
+    assert pool.states() == ["unhealthy", "ready"]
+    for _ in range(4):
+        await pool.ask()
+    assert not one.times()
+    await asyncio.sleep(20)
+    one.paths["/health"] = answering("", 404)  # it has no such route, but it answers
+    await asyncio.sleep(2)
+    assert pool.states()[0] == "ready"
+    lines = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert [line for line in lines if line.startswith("a ")] == ["a does not answer /health", "a answers /health again"]
+    one.paths["/health"] = answering("", 503)
+    other.error = REFUSED
+    await asyncio.sleep(2)
+    assert pool.states()[0] == "unhealthy"
+    assert "hi" in [await pool.outcome() for _ in range(12)]  # it is asked if no other takes calls
+    await ended(pool)
 
 
-class MemberMachine(RuleBasedStateMachine):
-    """What a member remembers between calls is never stale, and its counts fit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        backend = OpenAIBackend(OpenAISettings(base_url="http://a/v1"))  # type: ignore[arg-type]
-        self.member = PoolMember("a", "a", backend, FleetSettings(failures=2))
-        self.now = 0.0
-        self.trials: list[bool] = []  # of the calls under way
-
-    @rule(seconds=st.floats(0, 40))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @precondition(lambda self: self.member.takes_calls(self.now, erring=True, last_resort=True))
-    @rule()
-    def begin(self) -> None:
-        self.trials.append(self.member.begin(self.now, retry=False))
-
-    @precondition(lambda self: self.trials)
-    @rule(told=st.sampled_from(["succeeded", "failed", "erring", ""]))
-    def end(self, told: str) -> None:
-        trial = self.trials.pop(0)
-        if told in ("failed", "erring"):
-            self.member.failed(self.now, erring=told == "erring", trial=trial)
-        elif told:
-            self.member.succeeded(trial=trial)
-        self.member.end(told=bool(told), trial=trial)
-
-    @rule(alive=st.booleans())
-    def probe(self, alive: bool) -> None:
-        self.member.probed(self.now, alive=alive)
-
-    @rule(seconds=st.floats(0, 20))
-    def ask_to_wait(self, seconds: float) -> None:
-        self.member.asked_to_wait(self.now + seconds)
-
-    @invariant()
-    def follows_from_its_state(self) -> None:
-        state = self.member.state(self.now)
-        assert self.member.takes_calls(self.now) == (state in ("ready", "half_open"))
-        everything = self.member.takes_calls(self.now, erring=True, last_resort=True)
-        assert everything == (state != "open")
-        assert self.member.in_flight == len(self.trials)
-
-
-TestMember = MemberMachine.TestCase
-TestMember.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+async def test_a_server_that_is_back_need_not_wait_for_its_breaker() -> None:
+    """If it could not be reached; one that answers with errors has to."""
+    unreachable, erring = Server("a", error=REFUSED), Server("b", 503)
+    erring.paths["/health"] = answering("")
+    pool = make(unreachable, erring, probe=True, failures=1, max_retries=0)
+    for _ in range(2):
+        await pool.outcome()
+    assert pool.states() == ["open", "open"]
+    unreachable.error = None
+    await asyncio.sleep(2)
+    assert pool.states() == ["half_open", "open"]
+    await ended(pool)
