@@ -1,4 +1,4 @@
-"""The source of released engines, for tests that check what our plug-ins need of them."""
+"""What tests of the plug-ins share: a cache for the requests of an engine, and the source of released engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,41 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from agentspec.backends.engine_plugin import cache_router  # what an engine opens by its own configuration
+from agentspec.backends.engine_plugin.settings import DrafterSettings
+from agentspec.backends.sglang import drafting as sglang_drafting
+from agentspec.backends.vllm import drafting as vllm_drafting
+from agentspec.backends.vllm.runner_v2 import retrieval
+from agentspec.cache import SuffixCache
+from agentspec.types import Namespace
 
 KEPT = (".py", ".cpp", ".h")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 Unpack = Callable[[str, str], Path]
+
+
+def opening(cache: SuffixCache, namespace: Callable[[str], Namespace] = Namespace, **salts: str) -> Any:
+    """Opens requests on `cache`, in the namespace that their salt names, as a plug-in opens them."""
+    return cache_router.CacheRouter(cache, DrafterSettings(salts=salts), namespace, None).open
+
+
+def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[list[int]]:
+    """The outputs in the cache's index, in order."""
+    with cache.request([1], namespace=namespace) as request:
+        shared = request.indexes[-1][0]
+    return sorted(shared.tokens(number).tolist() for number in shared.native.usage()[0].tolist())
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that wait for their drafts however busy the machine is: here it matters what is found, not when."""
+    for module in (sglang_drafting, vllm_drafting, retrieval):
+        monkeypatch.setattr(module, "PATIENCE", 60.0)
 
 
 @pytest.fixture(scope="session")

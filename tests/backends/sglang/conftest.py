@@ -10,20 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.cache_router import CacheRouter
-from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.backends.sglang import drafting
 from agentspec.backends.sglang.corpus import DrafterPlace, TokenCacheCorpus
 from agentspec.cache import SuffixCache
-from agentspec.types import Namespace
+from tests.backends.conftest import opening
 
 VOCABULARY, NODES = 1000, 8
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that wait for their drafts however busy the machine is."""
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
 
 
 class Req:
@@ -168,11 +159,10 @@ def cache() -> Iterator[SuffixCache]:
 
 
 @pytest.fixture
-def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Corpora]:
+def corpora(cache: SuffixCache, patient: None) -> Iterator[Corpora]:
     """Makes corpora on one cache. They wait until each batch that they see is recorded, and no search gives up."""
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)
     made: list[TokenCacheCorpus] = []
-    router = CacheRouter(cache, DrafterSettings(salts={"pepper": "acme"}), Namespace, None)
+    opened = opening(cache, pepper="acme")
 
     class Flushed(TokenCacheCorpus):
         def see(self, reqs: Any) -> None:
@@ -180,16 +170,10 @@ def corpora(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cor
             assert self.flush()
 
     def make(group: Any = ALONE, *, here: bool = True, most: int = 1000) -> TokenCacheCorpus:
-        place = DrafterPlace(router.open, lambda: None, VOCABULARY) if here else None
+        place = DrafterPlace(opened, lambda: None, VOCABULARY) if here else None
         made.append(Flushed(place, group, draft_token_num=NODES, external_corpus_max_tokens=most))
         return made[-1]
 
     yield make
     for corpus in made:
         corpus.close()
-
-
-def stored(cache: SuffixCache, namespace: str = "default") -> list[list[int]]:
-    """The outputs in the cache's index, in order."""
-    shared = cache.request([1], namespace=namespace).indexes[-1][0]
-    return sorted(shared.tokens(number).tolist() for number in shared.native.usage()[0].tolist())

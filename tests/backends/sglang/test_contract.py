@@ -29,8 +29,8 @@ from agentspec.backends.sglang.corpus import TokenCacheCorpus
 from agentspec.backends.sglang.drafting import TokenTree, to_arrays
 from agentspec.cache import SuffixCache
 from agentspec.types import path_length
-from tests.backends.conftest import Unpack
-from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of, stored
+from tests.backends.conftest import Unpack, stored
+from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

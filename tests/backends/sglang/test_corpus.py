@@ -14,7 +14,8 @@ from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, reques
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.types import Labels
-from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, stored, verified
+from tests.backends.conftest import stored
+from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, verified
 
 TEXT = list(range(100, 160))
 OTHER = list(range(300, 360))

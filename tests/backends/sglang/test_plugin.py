@@ -46,7 +46,7 @@ def worker_class() -> Any:
 
 
 @pytest.fixture
-def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patient: None) -> Iterator[SimpleNamespace]:
     """An SGLang that is importable; `hooks` are those that were registered, `parallel` its sizes."""
     (tmp_path / "tokenizer.json").write_text("{}")
     stand_in = SimpleNamespace(

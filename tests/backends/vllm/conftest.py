@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from agentspec.backends.engine_plugin.request_state import RequestInfo
-from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
@@ -44,13 +43,7 @@ def cache() -> Iterator[SuffixCache]:
 
 
 @pytest.fixture
-def drafter(cache: SuffixCache) -> Iterator[ServerDrafter]:
+def drafter(cache: SuffixCache, patient: None) -> Iterator[ServerDrafter]:
     drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
     yield drafter
     drafter.close()
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that wait for their drafts however busy the machine is."""
-    monkeypatch.setattr(drafting, "PATIENCE", 60.0)

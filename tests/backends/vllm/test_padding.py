@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,13 +40,6 @@ def test_only_where_steps_run_as_one_graph_and_the_operator_asks(monkeypatch: py
         padding_for(config())
 
 
-def test_steps_without_a_graph_are_not_filled() -> None:
-    filler = ChainPadding(WIDTH, 2 * (WIDTH + 1))
-    assert filler.fits([WIDTH]) and filler.fits([WIDTH, WIDTH + 3])
-    for limits in ([], [WIDTH - 1], [WIDTH, 0], [WIDTH] * 3):
-        assert not filler.fits(limits)
-
-
 class Graphs:
     """A server that writes given answers. By its clock a step takes as many seconds as it has tokens or, with as many
     as a full chain for each request, `graph` seconds.
@@ -79,15 +71,9 @@ class Graphs:
         return [a[:n].tolist() for a, n in zip(answers, given, strict=True)]
 
 
-@pytest.fixture
-def cache() -> Iterator[SuffixCache]:
-    with SuffixCache.open() as opened:
-        yield opened
-
-
 @pytest.mark.parametrize(("graph", "pays"), [(0.5, True), (100.0, False)])
 def test_a_server_whose_full_steps_are_cheap_and_one_whose_are_not(
-    cache: SuffixCache, monkeypatch: pytest.MonkeyPatch, graph: float, pays: bool
+    cache: SuffixCache, patient: None, monkeypatch: pytest.MonkeyPatch, graph: float, pays: bool
 ) -> None:
     server, rng = Graphs(graph, WIDTH), np.random.default_rng(0)
     ticks = itertools.count()

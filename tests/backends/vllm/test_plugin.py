@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import generate_latest
 
-from agentspec.backends.engine_plugin import cache_router
 from agentspec.backends.engine_plugin.source_contract import Requirement
+from agentspec.backends.openai.metrics import DrafterInfo, parse_drafter
 from agentspec.backends.vllm import plugin, proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.errors import ConfigurationError
+from agentspec.version import __version__
+from tests.backends.vllm.conftest import TEXT, Client
 
 
 @dataclass
@@ -147,15 +151,7 @@ def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) 
     assert vllm["vllm.config.speculative"].has_arctic_inference()
     for name in ("vllm.v1.spec_decode.suffix_decoding", "vllm.v1.worker.gpu_model_runner"):
         assert vllm[name].SuffixDecodingProposer is SuffixDecodingProposer
-
-
-def test_wrong_settings_are_told_when_the_method_is_configured(
-    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin.install()
-    monkeypatch.setenv("AGENTSPEC_CACHE__MEMORY_BYTES", "much")
-    with pytest.raises(ConfigurationError, match="AGENTSPEC_CACHE__MEMORY_BYTES"):
-        vllm["vllm.config.speculative"].has_arctic_inference()
+    assert vllm[NGRAM].NgramGPUSpeculator is Speculator  # unless asked for
 
 
 def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
@@ -164,21 +160,23 @@ def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
     assert (data.req_id, getattr(data, SALT)) == ("a", "pepper")
 
 
-def test_switched_off_nothing_changes(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTSPEC_VLLM", "off")
-    plugin.install()
-    assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
-
-
-def test_the_second_runner_is_left_alone_unless_asked_for(
-    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("AGENTSPEC_CACHE__MEMORY_BYTES", "much", "AGENTSPEC_CACHE__MEMORY_BYTES"),
+        ("AGENTSPEC_VLLM_V2", "maybe", "AGENTSPEC_VLLM_V2 must be on or off"),
+        ("AGENTSPEC_VLLM", "off", ""),
+    ],
+)
+def test_wrong_settings_end_the_start_and_switched_off_nothing_changes(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
-    plugin.install()
-    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
-    monkeypatch.setattr(plugin, "_installed", False)
-    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "maybe")
-    with pytest.raises(ConfigurationError, match="AGENTSPEC_VLLM_V2 must be on or off"):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=message) if message else nullcontext():
         plugin.install()
+        assert vllm["vllm.config.speculative"].has_arctic_inference() is False
+        assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
+    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
 
 
 def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,34 +226,30 @@ def test_ours_beside_a_model_where_asked_for(
         assert not hasattr(named.init_speculator(config, None, None), runner_v2.BESIDE)
 
 
-@pytest.mark.parametrize("lacking", runner_v2.REQUIREMENTS, ids=lambda lacking: lacking.name)
-def test_a_second_runner_that_lacks_something_is_left_alone(
-    vllm: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: Requirement
+@pytest.mark.parametrize("lacking", [*plugin.REQUIREMENTS, *runner_v2.REQUIREMENTS], ids=lambda lacking: lacking.name)
+def test_what_lacks_something_is_left_alone(
+    vllm: dict[str, ModuleType],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lacking: Requirement,
 ) -> None:
     monkeypatch.setenv("AGENTSPEC_VLLM_V2", "on")
     shutil.rmtree(tmp_path / "source")
-    there = [*plugin.REQUIREMENTS, *(needed for needed in runner_v2.REQUIREMENTS if needed.name != lacking.name)]
-    source(there, tmp_path / "source")
-    plugin.install()
-    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
-
-
-@pytest.mark.parametrize("lacking", plugin.REQUIREMENTS, ids=lambda lacking: lacking.name)
-def test_what_lacks_something_is_left_alone(
-    vllm: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], lacking: Requirement
-) -> None:
-    there = [requirement for requirement in plugin.REQUIREMENTS if requirement.name.partition(".")[0] != lacking.name]
-    shutil.rmtree(tmp_path / "source")
-    source([requirement for requirement in there if requirement != lacking], tmp_path / "source")
+    first = lacking in plugin.REQUIREMENTS
+    needed = plugin.REQUIREMENTS if first else runner_v2.REQUIREMENTS
+    there = [one for one in needed if lacking.name not in (one.name, one.name.partition(".")[0])]
+    source([*there, *(() if first else plugin.REQUIREMENTS)], tmp_path / "source")
     handler = logging.StreamHandler(sys.stdout)
     logging.getLogger("vllm").addHandler(handler)
     for _ in range(2):
         plugin.install()
     logging.getLogger("vllm").removeHandler(handler)
-    assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
-    assert not vllm["vllm.config.speculative"].has_arctic_inference()
-    told = capsys.readouterr().out
-    assert told.count("vLLM 0.99.1 has no") == 1 and lacking.module in told
+    assert vllm["vllm.config.speculative"].has_arctic_inference() is not first  # which has no need of the second
+    assert (vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object) is first
+    assert lacking in plugin.REQUIREMENTS or vllm[NGRAM].NgramGPUSpeculator is Speculator
+    written = capsys.readouterr().out
+    assert written.count("vLLM 0.99.1 has no") == 1 and lacking.module in written
 
 
 def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,30 +283,60 @@ def model(folder: str, **config: object) -> Any:
     )
 
 
-def test_replicas_with_other_folder_names_share_and_other_models_do_not(tmp_path: Any) -> None:
+def test_replicas_with_other_folder_names_share_and_other_models_and_tenants_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patient: None
+) -> None:
+    """By the configuration of a server alone: its cache is a folder that all of these open one after the other."""
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
     for name, text in (("a", "{}"), ("b", "{}"), ("c", "{1}")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(text)
-    one, same, tokenizer = (cache_router.namespace_of(model(str(tmp_path / name)), "t") for name in "abc")
-    assert one == same
-    assert len({one, tokenizer, cache_router.namespace_of(model(str(tmp_path / "a"), layers=2), "t")}) == 3
-    assert cache_router.namespace_of(model(str(tmp_path / "a")), "other").tenant == "other"
-    nameless = cache_router.namespace_of(model("org/name"), "t")
-    assert nameless.tokenizer_hash != one.tokenizer_hash
 
+    def drafted(folder: str, tenant: str = "acme", **config: object) -> bool:
+        """Whether the server drafts an output of the past, which it then records."""
+        monkeypatch.setenv("AGENTSPEC_TENANT", tenant)
+        served = model(folder, **config)
+        served.get_vocab_size = lambda: 1000
+        drafter = proposer.open_drafter(SimpleNamespace(model_config=served))
+        client = Client(drafter, np.arange(8, dtype=np.int32))
+        assert drafter.flush()
+        (chain,) = drafter.propose([client.turn(TEXT[:3], 4)])
+        drafter.propose([client.turn(TEXT[3:], 0)])
+        drafter.end(client.state)
+        assert drafter.flush()
+        for _ in range(2):
+            drafter.close()
+        return bool(chain)
 
-def test_a_drafter_from_a_configuration(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
-    monkeypatch.setenv("AGENTSPEC_TENANT", "acme")
-    config = SimpleNamespace(model_config=model(str(tmp_path)))
-    config.model_config.get_vocab_size = lambda: 100
     with caplog.at_level(logging.INFO, "agentspec"):
-        drafter = proposer.open_drafter(config)
+        assert not drafted(str(tmp_path / "a"))
     assert "tenant 'acme'" in caplog.text
-    state = drafter.begin(np.arange(10, dtype=np.int32))
-    assert drafter.flush()
-    drafter.end(state)
-    drafter.close()
-    drafter.close()
+    assert drafted(str(tmp_path / "a")) and drafted(str(tmp_path / "b"))
+    assert not drafted(str(tmp_path / "c")) and not drafted("org/name")
+    assert not drafted(str(tmp_path / "a"), layers=2) and not drafted(str(tmp_path / "a"), "other")
+
+
+def speculative(method: str, model: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(method=method, model=model)
+
+
+@pytest.mark.parametrize(
+    ("config", "took_over", "drafter"),
+    [
+        (None, (True, False), "none"),
+        (speculative("suffix"), (True, False), "agentspec"),
+        (speculative("suffix"), (False, False), "arctic"),
+        (speculative("custom_class", "theirs.Proposer"), (True, False), "custom_class"),
+        (speculative("ngram"), (True, False), "ngram"),
+        (speculative("eagle3", "some/model"), (True, True), "eagle3"),
+        (speculative("ngram_gpu"), (True, True), "agentspec"),  # the second runner gives its n-gram method to ours
+    ],
+)
+def test_who_drafts(config: SimpleNamespace | None, took_over: tuple[bool, bool], drafter: str) -> None:
+    assert plugin.drafter_of(config, took_over=took_over[0], took_over_v2=took_over[1]) == drafter
+
+
+def test_what_is_published_is_what_the_upstream_backend_reads() -> None:
+    for _ in range(2):
+        plugin.publish(speculative("suffix"), took_over=True)
+    assert parse_drafter(generate_latest().decode()) == DrafterInfo("agentspec", "suffix", __version__)

@@ -108,18 +108,3 @@ def test_whatever_the_first_steps_take_later_ones_draft_what_pays(name: str, fir
             lambda parts: allocate_budget(parts, 8, lambda more: machine(8 + more)), machine, lambda *_: None
         )
         assert learned_goodput(drafts, machine, first, Random(seed)) >= 0.8 * best
-
-
-def test_trials_grow_rare_while_they_find_nothing_and_frequent_when_a_step_was_cheap() -> None:
-    trials, tried = TrialSteps(), []
-    for step in range(1200):
-        if trials.begin():
-            tried.append(step)
-        trials.measured(0.01, 0.01)
-    assert np.diff(tried).tolist() == [16, 32, 64, 128, 256, 256, 256]
-    while not trials.begin():
-        trials.measured(0.01, 0.01)
-    trials.measured(0.01, 0.005)
-    assert trials.begin()
-    trials.measured(0.01, 0.01)
-    assert [trials.begin() for _ in range(8)] == [False] * 7 + [True]

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.engine_plugin.cache_router import CacheRouter
-from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm.proposer import SALT
-from agentspec.backends.vllm.runner_v2 import retrieval
-from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
+from tests.backends.conftest import opening
 
 VOCABULARY, REQUESTS, LONGEST, DRAFTED, EOS = 1000, 4, 256, 4, 1001
 
@@ -144,12 +141,6 @@ class Late:
         return len(self._copies) - self._copies.index(copy) > self.steps
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a busy machine takes: here it matters what is found, not when."""
-    monkeypatch.setattr(retrieval, "PATIENCE", 60.0)
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     found, copying = Late(), SampledTokens.__init__
@@ -164,17 +155,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 @pytest.fixture
-def cache() -> Iterator[SuffixCache]:
-    with SuffixCache.open() as opened:
-        yield opened
+def runner(ranks: SimpleNamespace, cache: SuffixCache, patient: None) -> Iterator[Runner]:
+    opened = opening(cache, lambda name: Namespace(name, "m", "t"), pepper="team")
 
-
-@pytest.fixture
-def runner(ranks: SimpleNamespace, cache: SuffixCache) -> Iterator[Runner]:
-    router = CacheRouter(cache, DrafterSettings(salts={"pepper": "team"}), lambda name: Namespace(name, "m", "t"), None)
-
-    def open_retriever(config: Any, shape: PassageShape) -> PassageRetriever:
-        return PassageRetriever(router.open, VOCABULARY, shape)
+    def open_retriever(config: Any, shape: Any) -> PassageRetriever:
+        return PassageRetriever(opened, VOCABULARY, shape)
 
     members = {"open_retriever": staticmethod(open_retriever)}
     ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), members)
