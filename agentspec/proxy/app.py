@@ -5,49 +5,41 @@ A path that is not listed here reaches no upstream.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-)
+from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
-from agentspec.errors import (
-    ConfigurationError,
-)
+from agentspec.errors import ConfigurationError, ShuttingDownError
 from agentspec.proxy.admission import Deadlines, Slots
 from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
-from agentspec.proxy.endpoint import GenerationEndpoint
-from agentspec.proxy.loading import Loading
-from agentspec.proxy.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
+from agentspec.proxy.completions.api import CHATS, TEXTS
+from agentspec.proxy.endpoint import GatewayEndpoint, GenerationEndpoint, Services
+from agentspec.proxy.logs import logger
+from agentspec.proxy.messages.api import ANTHROPIC
+from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
 from agentspec.proxy.pages import Pages
-from agentspec.proxy.responses.endpoint import ResponsesEndpoint
-from agentspec.proxy.responses.stored import StoredRoute
-from agentspec.proxy.routes.completions import CompletionsEndpoint
+from agentspec.proxy.responses.api import OPENAI_RESPONSES
+from agentspec.proxy.responses.stored import Keeper, StoredRoute
 from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.routes.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
 
-QUEUED = 64  # requests that may wait for a local engine, beside those that it runs
-# What all endpoints have behind their path, in the order of `GenerationEndpoint`'s fields.
-EndpointArguments = tuple[Runtime, ServerSettings, Slots, BodyBudget, Deadlines, Metering | None]
+QUEUED = 64  # requests that may wait for a local engine, besides those that it runs
+APIS = (CHATS, TEXTS, ANTHROPIC, OPENAI_RESPONSES)
+"""Another API is a folder with a row for this table."""
 
 
 def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:
@@ -62,10 +54,17 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     budget = BodyBudget(server.max_body_memory, shared=bool(server.api_keys))
     deadlines = Deadlines()
     pages = Pages(runtime, limiter)
-    metering = Metering(server, pages.registry, budget) if server.api_keys else None
-    common: EndpointArguments = (runtime, server, limiter, budget, deadlines, metering)
-    endpoints, responses = _endpoints(settings, common)
-    routes = [*_generating(endpoints), *_describing(pages), *_stored(responses)]
+    services = Services(
+        runtime,
+        server,
+        limiter,
+        budget,
+        deadlines,
+        Metering(server, pages.registry) if server.api_keys else None,
+        Keeper(runtime, server),
+        several_tenants=len(server.tenant_names) > 1,
+    )
+    routes = [*_generating(settings, services), *_describing(pages), _stored(services)]
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
@@ -89,25 +88,14 @@ def _most_at_once(settings: Settings) -> int:
     return min(most, sum(takes)) if len(takes) == len(settings.backends) and takes else most
 
 
-def _endpoints(settings: Settings, common: EndpointArguments) -> tuple[list[GenerationEndpoint], ResponsesEndpoint]:
-    """What answers each route that uses models, chats first, and again the one that stores its answers."""
-    responses = ResponsesEndpoint(RESPONSES, *common)
-    endpoints: list[GenerationEndpoint] = [
-        GenerationEndpoint(CHAT, *common),
-        CompletionsEndpoint(COMPLETIONS, *common),
-        EmbeddingsEndpoint(EMBEDDINGS, *common),
-        MessagesEndpoint(MESSAGES, *common),
-        CountTokensEndpoint(COUNT_TOKENS, *common),
-        responses,
-    ]
-    endpoints += [TokenizationEndpoint(path, *common) for path in (TOKENIZE, DETOKENIZE)]
+def _generating(settings: Settings, services: Services) -> Iterator[RecordedRoute]:
+    """The routes that use models."""
+    endpoints: list[GatewayEndpoint] = [GenerationEndpoint(api.path, services, api) for api in APIS]
+    endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC)]
+    endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
     if extra := settings.server.extra_routes:
         upstream = sole_upstream(settings)
-        endpoints += [ExtraRoute(path, *common, upstream=upstream) for path in extra]
-    return endpoints, responses
-
-
-def _generating(endpoints: Iterable[GenerationEndpoint]) -> Iterator[RecordedRoute]:
+        endpoints += [ExtraRoute(path, services, upstream=upstream) for path in extra]
     for one in endpoints:
         yield RecordedRoute(f"{one.root}{one.path}", one, "POST", "uses_models")
 
@@ -119,10 +107,62 @@ def _describing(pages: Pages) -> Iterator[RecordedRoute]:
         yield RecordedRoute(path, page, "GET", "reads_metrics")
 
 
-def _stored(responses: ResponsesEndpoint) -> Iterator[RecordedRoute]:
-    """The routes that read and delete stored answers of the Responses API."""
-    one = f"/v1{RESPONSES}/{{id}}"
-    yield RecordedRoute(one, StoredRoute(responses, responses.keeper), ("GET", "DELETE"), "uses_models")
+def _stored(services: Services) -> RecordedRoute:
+    """The route that reads and deletes stored answers of the Responses API."""
+    return RecordedRoute(f"/v1{RESPONSES}/{{id}}", StoredRoute(services), ("GET", "DELETE"), "uses_models")
+
+
+class Loading:
+    """Starts a runtime in a thread for the lifespan of the application. `error` is the exception of a failed start.
+
+    Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
+    does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
+    `when_ready` is called on the loop once everything is loaded.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._aborted = False
+        self.error: Exception | None = None
+        self.left_behind = False
+        self.when_ready: Callable[[], None] = lambda: None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the process must be started again: the error of a failed start, or of a backend that failed for good."""
+        return self.error or self._runtime.failure
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Begin to load. At the end, close the runtime, which flushes the cache."""
+        task = asyncio.create_task(self._load())
+        try:
+            yield
+        finally:
+            if self._aborted and not task.done():
+                self.left_behind = True
+                task.cancel()
+                logger.info("stopped while loading")
+            else:
+                await self._runtime.aclose()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _load(self) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
+            if self._runtime.fleet is not None:
+                await self._runtime.fleet.begin()
+            self.when_ready()
+            logger.info("ready", models=self._runtime.models())
+        except ShuttingDownError:
+            logger.info("stopped while loading")
+        except Exception as error:
+            self.error = error
+            logger.error("loading failed", exception=type(error).__name__)
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:

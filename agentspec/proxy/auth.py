@@ -1,7 +1,7 @@
-"""Who asks, and whom: the API key and its tenant, the labels and switches of the headers, and the Host that is meant.
+"""Checks of a request's head: its API key, which decides the tenant, and the Host and Origin that it names.
 
 A web page can make its own name point at this machine (DNS rebinding); its requests then carry that name in Host.
-Without API keys, which a page does not have, only names that are known to mean this server are served.
+Without API keys, which a page does not have, only names that are known to be this server's are served.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -26,118 +24,8 @@ from agentspec.errors import (
     InvalidRequestError,
     OriginNotAllowedError,
 )
-from agentspec.protocol.headers import (
-    ANY,
-    MAX_LABEL,
-    StepPolicy,
-    read_labels,
-    read_policy,
-    read_switch,
-    refuse_misspelt,
-    switched_off,
-)
-from agentspec.protocol.wire import object_in
 from agentspec.settings.server import ApiKey, ServerSettings, read_keys
-from agentspec.types import DEFAULT_TENANT, GenerateRequest, Labels
-
-MAX_READ = 4096  # characters of a name that are looked at; longer ones are no names
-
-
-_OF_HEADERS = {
-    "session": (
-        *("x-claude-code-session-id", "x-dynamo-session-id", "session-id"),
-        *("session_id", "x-session-id", "x-session-affinity"),
-    ),
-    "workflow": ("x-dynamo-parent-session-id",),
-    "step": ("x-claude-code-agent-id",),
-}
-"""Other headers in which clients name what a label says: of those that a request has, the first."""
-
-
-def _labels(headers: Mapping[str, str]) -> Labels:
-    """The labels in our own headers, or else as the client names itself in others. Raises `InvalidRequestError`."""
-    own = read_labels(headers)
-    found = {name: _first(headers[one] for one in names if one in headers) for name, names in _OF_HEADERS.items()}
-    return Labels(**{name: getattr(own, name) or label for name, label in found.items()})
-
-
-def _first(given: Iterable[Any]) -> str | None:
-    """The first that can be a label, or stand for one."""
-    return next((label for one in given if (label := _as_label(one)) is not None), None)
-
-
-def _session_of(fields: Mapping[str, Any]) -> str | None:
-    """The session that the fields of a body name. Never raises."""
-    metadata = fields.get("metadata")
-    inner: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
-    user = inner.get("user_id")
-    named = (fields.get("session_id"), inner.get("session_id"), inner.get("thread_id"), fields.get("prompt_cache_key"))
-    return _first((*named, _session_of_user(user), fields.get("previous_response_id")))
-
-
-def _session_of_user(user: Any) -> Any:
-    """The session in Claude Code's `metadata.user_id`: JSON, or words joined by underscores; else the user itself."""
-    if not isinstance(user, str) or len(user) > MAX_READ:
-        return None
-    user = user.strip()
-    if user.startswith("{"):
-        session = object_in(user).get("session_id")
-        return session if isinstance(session, str) else user
-    return user.rpartition("_session_")[2] or user
-
-
-def _as_label(given: Any) -> str | None:
-    """A client's name as a label: one that no label may be is replaced by its digest."""
-    if not isinstance(given, str) or len(given) > MAX_READ or not (name := given.strip()):
-        return None
-    if len(name) <= MAX_LABEL and name.isprintable():
-        return name
-    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()
-
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Tenant, labels and switches of one request. The tenant comes from the API key alone. `cached`: the operator lets
-    the gateway store sequences.
-    """
-
-    tenant: str
-    labels: Labels
-    speculation: bool
-    store: bool
-    policy: StepPolicy = ANY
-    prefill: bool = True
-    cached: bool = True
-
-    @property
-    def off(self) -> tuple[str, ...]:
-        """What is switched off, for servers that draft and store themselves."""
-        return switched_off(store=self.store and self.cached, speculation=self.speculation)
-
-    def asking(self, fields: Mapping[str, Any]) -> Caller:
-        """The caller with what the body's `fields` say: the session, unless a header did, and the priority."""
-        session = self.labels.session or _session_of(fields)
-        policy = self.policy if fields.get("priority") is None else replace(self.policy, priority=None)  # 0 is one too
-        return replace(self, labels=replace(self.labels, session=session), policy=policy)
-
-    def sign(self, request: GenerateRequest) -> GenerateRequest:
-        """`request` with this caller's tenant, labels and switches, and with the policy where the body says nothing."""
-        asked, target = self.policy, request.latency_target_ms_per_token
-        return replace(
-            request,
-            tenant=self.tenant,
-            labels=self.labels,
-            speculation=self.speculation,
-            store=self.store,
-            prefill_next=self.prefill,
-            priority=request.priority or asked.priority or 0,
-            latency_target_ms_per_token=asked.latency_ms_per_token if target is None else target,
-            deadline_s=asked.deadline_s,
-            strategy=asked.strategy,
-        )
+from agentspec.types import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +76,6 @@ class Authenticator:
         digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
         return matches[0] if key and matches else None
-
-
-def read_caller(headers: Mapping[str, str], tenant: str, *, cached: bool = True) -> Caller:
-    """The caller that the headers (lower case) describe. Raises `InvalidRequestError` that names the wrong header."""
-    refuse_misspelt(headers)
-    switches = {name: read_switch(headers, name) for name in ("speculation", "store", "prefill")}
-    return Caller(tenant, _labels(headers), policy=read_policy(headers), cached=cached, **switches)
-
-
-def request_id(headers: Headers) -> str:
-    """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
 
 
 def _identity(key: ApiKey) -> Identity:

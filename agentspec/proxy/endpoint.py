@@ -1,12 +1,12 @@
-"""The generation endpoints: read a request, generate the answer or forward the request, and send the answer."""
+"""The pipeline of a request for a model: read it, admit it, then forward it or have it answered here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -17,238 +17,251 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Attempt, Attempts, Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.placement import prompt_blocks, scoped_call
-from agentspec.protocol.completions import CompletionWriter, parse_completion
-from agentspec.protocol.headers import STRATEGY_HEADER
-from agentspec.protocol.requests import parse_chat
-from agentspec.protocol.responses import ChatWriter, ResponseWriter
+from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.proxy.admission import Deadline, Deadlines, Slots, until_disconnect
-from agentspec.proxy.auth import Caller, read_caller
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.api import AnswerWriter, Api, History, Sending
 from agentspec.proxy.body.amounts import check_amounts
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import BodyBudget, RequestBody
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
-from agentspec.proxy.body.upstream_fields import UpstreamFields, check_head
-from agentspec.proxy.forwarding import (
-    Arrival,
-    Inspector,
-    StreamInspector,
-    expected_choices,
-    pass_through,
-    upstream_body,
-)
+from agentspec.proxy.body.upstream_fields import UpstreamFields
+from agentspec.proxy.completions.prompts import merged
+from agentspec.proxy.completions.translation import TRANSLATED, chat_deltas, chat_request
+from agentspec.proxy.forwarding import Inspector, StreamInspector, expected_choices, forward, upstream_body
 from agentspec.proxy.metering import Metering
-from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming import CHUNKS, Framing, send_json, send_sse
+from agentspec.proxy.request_context import RequestContext, first_lines
 from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
 from agentspec.types import Delta, GenerateRequest
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from agentspec.proxy.responses.stored import Keeper
 
 MAX_MODEL_NAME = 256
 
 
-@dataclass(slots=True)
-class Exchange(Arrival):
-    """One admitted request, whose body was read as `fields`, and the ways to answer it."""
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The runtime, the limits and the stored answers of one gateway. `metering` is None without keys; with
+    `several_tenants` their stored objects at a shared upstream must stay apart.
+    """
 
-    record: RequestRecord
-    caller: Caller
-    route: Route
-    body: bytes
-    fields: Mapping[str, Any]
-
-    def release(self) -> None:
-        """Drop the body, which is not needed any more: an answer can take minutes."""
-        self.body, self.fields = b"", {}
-
-    def tries(self, pool: Pool, blocks: Sequence[int]) -> Attempts:
-        """The tries at the servers of `pool`, as far as the client's patience goes."""
-        until, policy = self.deadline.at, self.caller.policy
-        if policy.deadline_s is not None:
-            until = min(until, asyncio.get_running_loop().time() + policy.deadline_s)
-        call = scoped_call(self.caller.tenant, self.caller.labels.session, blocks)
-        return Attempts(pool, call, until)
-
-    def at(self, attempt: Attempt, asked: Route, body: bytes, fields: Mapping[str, Any]) -> None:
-        """Send `body`, which holds `fields`, to the server of `attempt`, one of the pool that `asked` leads to."""
-        self.record.attempt, self.record.response_headers = attempt, {}
-        self.body, self.fields = body, fields
-        self.route = Route(attempt.group, attempt.backend, attempt.model or asked.upstream_model)
-
-
-@dataclass(slots=True)
-class GenerationEndpoint:
-    """`POST` to one of the generation routes, as an ASGI application. The middleware turns errors into responses."""
-
-    root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
-    framing: ClassVar[Framing] = CHUNKS
-    generates: ClassVar[bool] = True  # else the limits of keys do not count it
-    path: str
     runtime: Runtime
     settings: ServerSettings
-    limiter: Slots
+    slots: Slots
     budget: BodyBudget
     deadlines: Deadlines
-    metering: Metering | None  # None without keys
-    several_tenants: bool = field(init=False)  # whose stored objects at a shared upstream must stay apart
-
-    def __post_init__(self) -> None:
-        self.several_tenants = len(self.settings.tenant_names) > 1
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = RequestRecord.of(scope)
-        deadline = self.deadlines.start(self.settings.request_timeout)
-        with self.budget.account(record.tenant) as account:
-            reading = self._read_body(Headers(scope=scope), account.counting(receive), deadline)
-            await self._answer_to(await reading, receive, Arrival(scope, send, deadline, account))
-
-    async def _answer_to(self, body: bytes, receive: Receive, arrival: Arrival) -> None:
-        """Answer a request whose body was read: a client that sends slowly takes no slot from others."""
-        record = RequestRecord.of(arrival.scope)
-        headers = dict(reversed(Headers(scope=arrival.scope).items()))  # the first line of a name counts
-        caller = read_caller(headers, record.tenant, cached=self.runtime.settings.cache.store)
-        async with (
-            until_disconnect(receive),
-            self.limiter.enter(record.tenant, caller.policy.deadline_s) as record.slot,
-        ):
-            fields = await self.budget.run(record.tenant, len(body), parse_object, body)
-            route = self._route(fields, caller, record)
-            caller = caller.asking(fields)
-            record.labels = caller.labels
-            send, deadline, account = arrival.send, arrival.deadline, arrival.account
-            exchange = Exchange(arrival.scope, send, deadline, account, record, caller, route, body, fields)
-            async with self._within_limits(record, body, fields):
-                del body, fields  # an answer can take minutes
-                if isinstance(route.backend, PoolBackend):
-                    await self._try(exchange, route.backend.pool)
-                else:
-                    await self._respond(exchange)
-
-    def _route(self, fields: Mapping[str, Any], caller: Caller, record: RequestRecord) -> Route:
-        """The way to the model that is asked for, whose name `record` gets."""
-        try:
-            route = self.ready().route(_model(fields), caller.policy.strategy)
-        except InvalidRequestError as error:
-            error.param = STRATEGY_HEADER if error.param == "strategy" else error.param
-            raise
-        record.model = route.model or OTHER
-        return route
-
-    async def _try(self, exchange: Exchange, pool: Pool) -> None:
-        """Answer by a server of `pool`, or another one as long as nothing has come back."""
-        blocks: Sequence[int] = ()
-        if pool.reads_prompts:
-            blocks = await self._run(exchange, prompt_blocks, exchange.caller.tenant, exchange.fields)
-        kept, tries = [(exchange.route, exchange.body, exchange.fields)], exchange.tries(pool, blocks)
-        while (attempt := await self._next(tries, exchange.deadline)) is not None:
-            async with attempt:
-                exchange.at(attempt, *kept[0])
-                attempt.when_answered = kept.clear
-                await self._respond(exchange)
-
-    async def _next(self, tries: Attempts, deadline: Deadline) -> Attempt | None:
-        async with deadline.limit():
-            return await anext(tries, None)
-
-    async def _read_body(self, headers: Headers, receive: Receive, deadline: Deadline) -> bytes:
-        """The body. Raises `SlowClientError` if it has not arrived at the deadline."""
-        try:
-            async with deadline.limit():
-                return await read_body(headers, receive, self.settings.max_body_bytes)
-        except RequestTimeoutError:
-            seconds = f"{self.settings.request_timeout:g} s (server.request_timeout)"
-            raise SlowClientError(f"the body did not arrive within {seconds}") from None
-
-    async def _base_of(self, model: str) -> Route:
-        """The route of a plain model, or of a strategy's base model; of a pool, that of one of its servers."""
-        route = self.runtime.base_of(model)
-        if not isinstance(route.backend, PoolBackend):
-            return route
-        backend, known = await route.backend.any_server()
-        return Route(route.backend_name, backend, known or route.upstream_model)
-
-    def _within_limits(
-        self, record: RequestRecord, body: bytes, fields: Mapping[str, Any]
-    ) -> AbstractAsyncContextManager[Any]:
-        """What counts the request for its key, and may refuse it."""
-        if self.metering is None or not self.generates:
-            return nullcontext()
-        return self.metering.within_limits(record, self.path, body, fields)
-
-    async def _respond(self, exchange: Exchange) -> None:
-        """Answer a request whose body is read and whose model is known."""
-        backend, record = exchange.route.backend, exchange.record
-        if isinstance(backend, OpenAIBackend):
-            await self._forward(exchange, backend)
-            return
-        request, writer = await self._run(exchange, self._parse, exchange.fields, exchange.caller, backend, record)
-        exchange.release()
-        await self._answer(self.runtime.answer(request, exchange.route), writer, exchange)
-
-    async def _forward(self, exchange: Exchange, backend: OpenAIBackend) -> None:
-        check_head(exchange.scope)
-        await self._run(exchange, self._check, exchange.fields, backend)
-        inspector = StreamInspector(expected_choices(self.path, exchange.fields))
-        await self._pass_on(exchange, backend, exchange.route.upstream_model, inspector)
-
-    async def _pass_on(
-        self, exchange: Exchange, backend: OpenAIBackend, model: str, inspector: Inspector, *, above: bool = False
-    ) -> None:
-        """Pass the bytes of the request to the upstream, and those of its answer back."""
-        async with exchange.deadline.limit():
-            body = await upstream_body(backend, self.path, exchange.body, exchange.fields, exchange.caller, model)
-        exchange.release()
-        await pass_through(exchange, backend, self.path, body, inspector, above=above)
-
-    async def _run(self, exchange: Exchange, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of work on the exchange's body, in a thread if the body is large."""
-        return await self.budget.run(exchange.record.tenant, len(exchange.body), function, *arguments)
-
-    def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
-        """Raise `InvalidRequestError` for what the upstream may not get."""
-        if self.several_tenants:
-            refuse_kept_names(fields)
-        check_amounts(fields, self.path, self.settings)
-        UpstreamFields(backend.settings).check(fields, self.path)
-
-    def _check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
-        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
-        for upstream in _strategy_upstreams(backend):
-            check_amounts(fields, self.path, self.settings)
-            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
-
-    def _parse(
-        self, fields: Mapping[str, Any], caller: Caller, backend: Backend, record: RequestRecord
-    ) -> tuple[GenerateRequest, ResponseWriter]:
-        """The request for `backend`, and the writer of its answer."""
-        if self.path not in (routes := backend.capabilities.routes):
-            refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
-            raise InvalidRequestError(f"the model {record.model!r} {refused}", param="model")
-        self._check_roles(fields, backend)
-        kind: type[ChatWriter | CompletionWriter]
-        if self.path == CHAT:
-            (request, form), kind = parse_chat(fields), ChatWriter
-        else:
-            (request, form), kind = parse_completion(fields), CompletionWriter
-        request, record.stream = caller.sign(request), form.stream
-        if isinstance(backend, AddsHeaders):
-            record.response_headers = backend.response_headers(request)
-        return request, kind(request, form)
-
-    async def _answer(self, deltas: AsyncGenerator[Delta], writer: ResponseWriter, exchange: Exchange) -> None:
-        if not exchange.record.stream:
-            await send_json(deltas, writer, exchange)
-            return
-        await send_sse(deltas, writer, exchange, obfuscate=bool(writer.format.obfuscation), framing=self.framing)
+    metering: Metering | None
+    keeper: Keeper
+    several_tenants: bool
 
     def ready(self) -> Runtime:
         """The runtime. Raises `NotReadyError` while its backends are not built."""
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
+
+
+@dataclass(slots=True)
+class GatewayEndpoint:
+    """`POST` to one route, as an ASGI application. The middleware turns errors into responses.
+
+    Subclasses say in `respond` how an admitted request is answered.
+    """
+
+    root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
+    generates: ClassVar[bool] = True  # else the limits of keys do not count it
+    path: str
+    services: Services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, answer = self.services, RequestAnswer.of(scope)
+        deadline = services.deadlines.start(services.settings.request_timeout)
+        with services.budget.body(answer.tenant) as body:
+            await self._read(Headers(scope=scope), body.counting(receive), body, deadline)
+            policy = read_policy(first_lines(scope))
+            # A client that sends slowly takes no slot from others: its body is here.
+            async with until_disconnect(receive), services.slots.enter(answer.tenant, policy.deadline_s) as answer.slot:
+                body.fields = await body.work(parse_object, body.data)
+                route = self._route(body.fields, policy.strategy, answer)
+                cached = services.runtime.settings.cache.store
+                context = RequestContext.of(scope, body.fields, answer, self.path, deadline, route, policy, cached)
+                if services.metering is not None and self.generates:
+                    await services.metering.admit(answer, self.path, body)
+                if isinstance(route.backend, PoolBackend):
+                    await self._try(context, body, answer, route.backend.pool)
+                else:
+                    await self.respond(context, body, answer)
+
+    async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
+        """Answer a request whose body is read and whose server is chosen: by default, pass it on to an upstream."""
+        await self.check(context, body)
+        inspector = StreamInspector(expected_choices(self.path, body.fields))
+        await self.pass_on(context, body, answer, inspector)
+
+    async def _read(self, headers: Headers, receive: Receive, body: RequestBody, deadline: Deadline) -> None:
+        """Read the body. Raises `SlowClientError` if it has not arrived at the deadline."""
+        try:
+            async with deadline.limit():
+                body.data = await read_body(headers, receive, self.services.settings.max_body_bytes)
+        except RequestTimeoutError:
+            seconds = f"{self.services.settings.request_timeout:g} s (server.request_timeout)"
+            raise SlowClientError(f"the body did not arrive within {seconds}") from None
+
+    def _route(self, fields: Mapping[str, Any], strategy: str | None, answer: RequestAnswer) -> Route:
+        """The way to the model that is asked for, whose name `answer` gets."""
+        try:
+            route = self.services.ready().route(_model(fields), strategy)
+        except InvalidRequestError as error:
+            error.param = STRATEGY_HEADER if error.param == "strategy" else error.param
+            raise
+        answer.model = route.model or OTHER
+        return route
+
+    async def _try(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, pool: Pool) -> None:
+        """Answer by a server of `pool`, or another one as long as nothing has come back."""
+        blocks: Sequence[int] = ()
+        if pool.reads_prompts:
+            blocks = await body.work(prompt_blocks, context.tenant, body.fields)
+        until, patience = context.deadline.at, context.policy.deadline_s
+        if patience is not None:
+            until = min(until, asyncio.get_running_loop().time() + patience)
+        tries = Attempts(pool, scoped_call(context.tenant, context.session, blocks), until)
+        while (attempt := await _next(tries, context.deadline)) is not None:
+            async with attempt:
+                attempt.when_answered = body.release
+                answer.attempt, answer.response_headers = attempt, {}
+                model = attempt.model or context.route.upstream_model
+                route = replace(
+                    context.route, backend_name=attempt.group, backend=attempt.backend, upstream_model=model
+                )
+                await self.respond(replace(context, route=route), body, answer)
+
+    async def check(self, context: RequestContext, body: RequestBody) -> None:
+        """Raise `InvalidRequestError` for what the upstream of the route may not get."""
+        backend = context.route.backend
+        assert isinstance(backend, OpenAIBackend)
+        await body.work(self._check, body.fields, backend)
+
+    def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
+        if self.services.several_tenants:
+            refuse_kept_names(fields)
+        check_amounts(fields, self.path, self.services.settings)
+        UpstreamFields(backend.settings).check(fields, self.path)
+
+    async def pass_on(
+        self,
+        context: RequestContext,
+        body: RequestBody,
+        answer: RequestAnswer,
+        inspector: Inspector,
+        *,
+        above: bool = False,
+    ) -> None:
+        """Pass the bytes of the request to the upstream, and those of its answer back."""
+        backend = context.route.backend
+        assert isinstance(backend, OpenAIBackend)
+        async with context.deadline.limit():
+            data = await upstream_body(backend, body, context)
+        await forward(context, body, answer, inspector, data, above=above)
+
+
+@dataclass(slots=True)
+class GenerationEndpoint(GatewayEndpoint):
+    """Answers requests of `api`: by a backend of this process, or by an upstream, if need be with a chat."""
+
+    api: Api
+
+    async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
+        backend = context.route.backend
+        if not isinstance(backend, OpenAIBackend):
+            await self._run(context, body, answer, backend)
+            return
+        await self.check(context, body)
+        if await self._is_native(context, answer, backend):
+            if self.api.keeps_answers:
+                await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
+            await self.pass_on(context, body, answer, self.api.inspector(body.fields))
+        else:
+            await self._translate(context, body, answer, backend)
+
+    async def _is_native(self, context: RequestContext, answer: RequestAnswer, backend: OpenAIBackend) -> bool:
+        """Whether the upstream has the route. What one server of a pool stores the others do not have: there, the
+        gateway stores answers itself.
+        """
+        if self.api.translate is None:
+            return True
+        if self.api.keeps_answers and answer.attempt is not None:
+            return False
+        async with context.deadline.limit():
+            return await backend.has_route(self.path, context.headers, context.off)
+
+    async def _run(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: Backend) -> None:
+        """Answer by a backend of this process."""
+        self.require_route(backend, answer)
+        history = await self._history(context, body)
+        requests, writer = await body.work(self._parse, body.fields, context, history, backend)
+        if isinstance(backend, AddsHeaders):
+            answer.response_headers = backend.response_headers(requests[0])
+        body.release()
+        sending = Sending(writer, context, body, answer, self.services.keeper)
+        await sending.send(self._deltas(requests, context.route))
+
+    def require_route(self, backend: Backend, answer: RequestAnswer) -> None:
+        """Raise `InvalidRequestError` if the backend answers no requests of this API."""
+        if self.api.needs not in (routes := backend.capabilities.routes):
+            refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
+            raise InvalidRequestError(f"the model {answer.model!r} {refused}", param="model")
+
+    def _parse(
+        self, fields: Mapping[str, Any], context: RequestContext, history: History, backend: Backend
+    ) -> tuple[Sequence[GenerateRequest], AnswerWriter]:
+        self.check_roles(fields, backend)
+        requests, writer = self.api.parse(fields, context, history)
+        return [context.sign(request) for request in requests], writer
+
+    def check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
+        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+        for upstream in _strategy_upstreams(backend):
+            check_amounts(fields, self.path, self.services.settings)
+            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+
+    async def _history(self, context: RequestContext, body: RequestBody) -> History:
+        """The items of the stored answers that the request continues."""
+        previous = body.fields.get("previous_response_id") if self.api.keeps_answers else None
+        if not isinstance(previous, str):  # another value is refused where the fields are read
+            return ()
+        async with context.deadline.limit():
+            history = await self.services.keeper.history(context.tenant, previous)
+        body.take(history.size)
+        return history.items
+
+    def _deltas(self, requests: Sequence[GenerateRequest], route: Route) -> AsyncGenerator[Delta]:
+        if len(requests) == 1:
+            return self.services.runtime.answer(requests[0], route)
+        answers = [partial(self.services.runtime.answer, request, route) for request in requests]
+        return merged(answers, requests[0].sampling.n)
+
+    async def _translate(
+        self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: OpenAIBackend
+    ) -> None:
+        """Ask the upstream for a chat completion, and answer with what it says."""
+        history = await self._history(context, body)
+        async with context.deadline.limit():
+            data, writer = await chat_request(self.api, backend, body, context, history)
+        answer.response_headers = TRANSLATED
+        if answer.attempt is None:
+            body.release()
+        sending = Sending(writer, context, body, answer, self.services.keeper)
+        await sending.send(chat_deltas(backend, data, context, answer, body.wait_for))
+
+
+async def _next(tries: Attempts, deadline: Deadline) -> Attempt | None:
+    async with deadline.limit():
+        return await anext(tries, None)
 
 
 def _strategy_upstreams(backend: Backend) -> list[OpenAIBackend]:

@@ -5,18 +5,13 @@ events that can tell something are, and they are found by a search for names."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from starlette.datastructures import Headers
-from starlette.types import Scope, Send
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
@@ -24,15 +19,13 @@ from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
-from agentspec.protocol.headers import PREFIX, label_headers
 from agentspec.protocol.speculation import read_speculation
 from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in, reported
-from agentspec.proxy.admission import Deadline
-from agentspec.proxy.auth import Caller
-from agentspec.proxy.body.budget import INLINE_BYTES, BodyAccount
+from agentspec.proxy.answer import BYTES_PER_TOKEN, RequestAnswer, piece
+from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.body.reading import set_values
-from agentspec.proxy.errors import error_event, outcome, refused_key
-from agentspec.proxy.request_record import RequestRecord
+from agentspec.proxy.errors import error_event, refused_key
+from agentspec.proxy.request_context import RequestContext
 from agentspec.types import Delta, Speculation, Usage
 
 if TYPE_CHECKING:
@@ -43,27 +36,27 @@ logger = logging.getLogger(__name__)
 
 
 async def with_policy(
-    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], caller: Caller
+    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], context: RequestContext
 ) -> Mapping[str, Any]:
-    """The `fields` of a body for `path` with what the `caller`'s policy says and the body does not: the priority, if
+    """The `fields` of a body for `path` with what the request's policy says and the body does not: the priority, if
     the upstream schedules by it, and the latency goal, if its drafts serve one first.
 
     The headers go on as they are, since another gateway may follow them; what no other upstream does is logged once.
     """
-    policy = caller.policy
+    policy = context.policy
     goal = policy.latency_ms_per_token
     heeded = {
         PRIORITY: policy.priority if backend.settings.priority != "off" else None,
         GOAL: goal if goal is not None and await backend.keeps_latency(path) else None,
     }
-    told = bool(caller.off) and takes_switches(await backend.server_kind(), path)
+    sent = bool(context.off) and takes_switches(await backend.server_kind(), path)
     unheeded = {
         "deadline-s": policy.deadline_s,
         "latency-ms-per-token": goal if heeded[GOAL] is None else None,
         "priority": policy.priority if heeded[PRIORITY] is None else None,
         "strategy": policy.strategy,
-        "speculation": None if caller.speculation or told else "off",
-        "store": None if caller.store or told or path == RESPONSES else "off",  # a field of theirs says it
+        "speculation": None if context.speculation or sent else "off",
+        "store": None if context.store or sent or path == RESPONSES else "off",  # a field of theirs says it
     }
     for name, value in unheeded.items():
         if value is not None:
@@ -201,139 +194,116 @@ def read_counts(counts: Mapping[str, Any]) -> Delta:
     return Delta(usage=usage, speculation=speculation)
 
 
-_KEYS = ("authorization", "x-api-key")
-_NO_CONTENT = 204  # has no body and tells no length of one (RFC 9110, sections 8.6 and 15.3.5)
+_NO_CONTENT = 204  # has no body and no length of one (RFC 9110, sections 8.6 and 15.3.5)
 
 
-async def upstream_body(
-    backend: OpenAIBackend, path: str, body: bytes, fields: Mapping[str, Any], caller: Caller, model: str
-) -> bytes:
-    """`body`, which holds `fields`, with the upstream's model name, and with what the backend tells about the caller.
+async def upstream_body(backend: OpenAIBackend, body: RequestBody, context: RequestContext) -> bytes:
+    """The body with the upstream's model name, and with what the backend sends about the client.
 
-    Every other byte is kept. Token ids are not requested on behalf of a client, which would otherwise get events and
+    Every other byte stays. Token ids are not requested on behalf of a client, which would otherwise get events and
     fields that it did not request.
     """
-    return await with_fields(body, fields, await added_fields(backend, path, fields, caller, model))
-
-
-async def added_fields(
-    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], caller: Caller, model: str
-) -> dict[str, Any]:
-    """What a body with `fields` gets on its way to the upstream: see `upstream_body`."""
-    asked = await with_policy(backend, path, fields, caller)
-    added = await backend.body_fields(path, caller.tenant, caller.labels, asked, caller.off)
-    if path == CHAT and fields.get("store") and not caller.store:  # off holds wherever it stands
+    path, fields, model = context.api, body.fields, context.route.upstream_model
+    asked = await with_policy(backend, path, fields, context)
+    added = await backend.body_fields(path, context.tenant, context.labels, asked, context.off)
+    if not context.store and (
+        path == RESPONSES or (path == CHAT and fields.get("store"))
+    ):  # off holds wherever it stands
         added = {**added, "store": False}
-    return added if model == fields["model"] else {**added, "model": model}
+    return await with_fields(body, added if model == fields["model"] else {**added, "model": model})
 
 
-async def with_fields(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """`body`, which holds `fields`, with the values `added`: without any, byte for byte as it is."""
+async def with_fields(body: RequestBody, added: Mapping[str, Any]) -> bytes:
+    """The body with the values `added`: without any, byte for byte as it is."""
     if not added:
-        return body
-    if len(body) <= INLINE_BYTES:
-        return set_values(body, fields, added)
-    return await asyncio.to_thread(set_values, body, fields, added)
+        return body.data
+    return await body.work(set_values, body.data, body.fields, added)
 
 
-@dataclass(slots=True)
-class Arrival:
-    """One request and the way of its answer. What it holds in memory besides its body is reported to `account`."""
-
-    scope: Scope
-    send: Send
-    deadline: Deadline
-    account: BodyAccount
-
-
-async def pass_through(
-    arrival: Arrival,
-    backend: OpenAIBackend,
-    path: str,
-    body: bytes,
+async def forward(
+    context: RequestContext,
+    body: RequestBody,
+    answer: RequestAnswer,
     inspector: Inspector,
+    data: bytes,
     *,
-    method: str = "POST",
+    path: str | None = None,
     above: bool = False,
 ) -> None:
-    """Forward `body` to the upstream and send its answer back: streamed, followed by `inspector`, or whole.
+    """Forward `data` to the upstream of the route and send its answer back: streamed, followed by `inspector`, or
+    whole.
 
-    `above`: `path` stands beside the upstream's /v1. A large whole answer waits until the account has room for it, and
-    its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError` before anything is sent; a stream that fails
-    later ends with an error event.
+    `path`: another one than the request's. `above`: it stands next to the upstream's /v1. A large whole answer waits
+    until the body's budget has room for it, and its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError`
+    before anything is sent; a stream that fails later ends with an error event.
     """
-    record, query = RequestRecord.of(arrival.scope), arrival.scope.get("query_string", b"").decode("latin-1")
-    forward = partial(backend.forward, method, path, query=query, tenant=record.tenant, above=above)
-    headers = request_headers(arrival.scope, record)
+    backend = cast(OpenAIBackend, context.route.backend)
+    sending = backend.forward(
+        "GET" if context.method == "HEAD" else context.method,  # our own server leaves the body of the answer out
+        path or context.api,
+        headers=context.headers,
+        body=data,
+        query=context.query,
+        tenant=context.tenant,
+        above=above,
+    )
+    if answer.attempt is None:
+        body.release()
     async with AsyncExitStack() as stack:
-        async with arrival.deadline.limit():
-            response = await stack.enter_async_context(forward(headers=headers, body=body))
-            content = await _content(response, record, arrival.account)
-        if record.stream:
-            await _send_stream(response, record, arrival, inspector)
+        async with context.deadline.limit():
+            response = await stack.enter_async_context(sending)
+            content = await _content(response, answer, body)
+        if answer.stream:
+            await _send_stream(response, context, answer, inspector)
         else:
-            await _send_whole(response, content, record, arrival)
+            await _send_whole(response, content, answer, body)
 
 
-async def _content(response: UpstreamResponse, record: RequestRecord, account: BodyAccount) -> bytes:
+async def _content(response: UpstreamResponse, answer: RequestAnswer, body: RequestBody) -> bytes:
     """All of an answer that is no stream. Raises `UpstreamAuthenticationError` where our key was refused."""
-    record.stream = response.is_stream and response.status < 400 and response.status != _NO_CONTENT
+    answer.stream = response.is_stream and response.status < 400 and response.status != _NO_CONTENT
     failed = response.status >= 400
-    content = await response.aread(room=account.wait_for) if failed else b""
-    record.answer_arrived(response.status, response.headers, content)
-    if response.status in (401, 403) and (response.own_key or record.has_gateway_key):
+    content = await response.aread(room=body.wait_for) if failed else b""
+    answer.answered(response.status, response.headers, content)
+    if response.status in (401, 403) and (response.own_key or answer.has_gateway_key):
         raise refused_key(f"upstream {response.name}")
-    if record.stream and response.is_encoded:
+    if answer.stream and response.is_encoded:
         raise UpstreamError(f"upstream {response.name} sent a compressed stream, which was not asked for")
-    return content if failed or record.stream else await response.aread(room=account.wait_for)
+    return content if failed or answer.stream else await response.aread(room=body.wait_for)
 
 
-def request_headers(scope: Scope, record: RequestRecord) -> dict[str, str]:
-    """The client's headers with the request's labels, without those that hold a key for this gateway.
-
-    A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts.
-    """
-    given = Headers(scope=scope)
-    headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
-    headers |= label_headers(record.labels) | {"x-request-id": record.request_id}
-    if record.has_gateway_key:
-        headers = {name: value for name, value in headers.items() if name not in _KEYS}
-    return headers
-
-
-async def _send_whole(response: UpstreamResponse, content: bytes, record: RequestRecord, arrival: Arrival) -> None:
+async def _send_whole(response: UpstreamResponse, content: bytes, answer: RequestAnswer, body: RequestBody) -> None:
     if response.status >= 400:
-        record.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
+        answer.fail("client_error" if response.status < 500 else "server_error", "upstream_status")
         content = _error_body(response, content)
-        if record.anthropic:
-            content = anthropic_error(content, response.status, record.request_id)
+        if answer.anthropic:
+            content = anthropic_error(content, response.status, answer.request_id)
     elif not response.is_encoded:
-        counts, error = await arrival.account.run(len(content), read_answer, content)
-        record.read(counts)
-        record.whole_arrived(len(content))
-        _note_error(record, error)
+        counts, error = await body.work_on_answer(read_answer, content, size=len(content))
+        answer.count(counts)
+        answer.arrived = len(content) // BYTES_PER_TOKEN  # where no usage is reported
+        answer.report(error)
         content = without_account(content) if error and response.own_key else content
     length = [(b"content-length", str(len(content)).encode())] if response.status != _NO_CONTENT else []
     headers = [*_headers(response), *length]
-    await arrival.send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await arrival.send({"type": "http.response.body", "body": content})
+    await answer.send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await answer.send({"type": "http.response.body", "body": content})
 
 
 async def _send_stream(
-    response: UpstreamResponse, record: RequestRecord, arrival: Arrival, inspector: Inspector
+    response: UpstreamResponse, context: RequestContext, answer: RequestAnswer, inspector: Inspector
 ) -> None:
     """Send whole events, byte for byte. If the upstream stops before its answer is complete, an error event follows."""
-    send = arrival.send
-    await send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
+    await answer.send({"type": "http.response.start", "status": response.status, "headers": _headers(response)})
     splitter = EventSplitter()
     try:
-        async with arrival.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
-            async for piece in pieces:
-                if events := splitter.feed(piece):
+        async with context.deadline.limit(), aclosing(response.aiter_raw()) as pieces:
+            async for data in pieces:
+                if events := splitter.feed(data):
                     inspector.read(events[splitter.whole_from :])
                     events = _redacted(events, response, inspector)
-                    record.token_arrived(events.count(b"data:"))
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    answer.arrive(events.count(b"data:"))
+                    await answer.send(piece(events))
         rest = splitter.rest()
         inspector.read(rest + b"\n\n")
         rest = _redacted(rest, response, inspector)
@@ -342,13 +312,11 @@ async def _send_stream(
     except AgentSpecError as error:
         rest = b""
         if not (inspector.done or inspector.error):
-            record.fail(outcome(error), error.code)
-            if isinstance(error, UpstreamError):
-                record.answer_broke()
-            rest = splitter.separator() + inspector.failure(error, record.request_id)
-    record.read(inspector.counts)
-    _note_error(record, inspector.error)
-    await send({"type": "http.response.body", "body": rest})
+            answer.interrupt(error)
+            rest = splitter.separator() + inspector.failure(error, answer.request_id)
+    answer.count(inspector.counts)
+    answer.report(inspector.error)
+    await answer.send({"type": "http.response.body", "body": rest})
 
 
 def _redacted(events: bytes, response: UpstreamResponse, inspector: Inspector) -> bytes:
@@ -365,16 +333,6 @@ def _error_body(response: UpstreamResponse, content: bytes) -> bytes:
     if body is not content:
         response.headers["content-type"] = "application/json"
     return without_account(body) if response.own_key else body
-
-
-def _note_error(record: RequestRecord, error: Any) -> None:
-    """Count an answer of status 200 that reports `error` as the failure that it is."""
-    if error:
-        code = error.get("code") if isinstance(error, Mapping) else None
-        refused = isinstance(code, int) and 400 <= code < 500
-        record.fail("client_error" if refused else "server_error", "upstream_error")
-        if not refused:
-            record.answer_broke()
 
 
 def _headers(response: UpstreamResponse) -> list[tuple[bytes, bytes]]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-
 from agentspec.backends.base import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from agentspec.errors import OverRateLimitError, RateLimitError
+from agentspec.proxy.answer import BYTES_PER_TOKEN, RequestAnswer
 from agentspec.proxy.body.amounts import CHOICES
-from agentspec.proxy.body.budget import BodyBudget
+from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.forwarding import expected_choices
-from agentspec.proxy.request_record import BYTES_PER_TOKEN, RequestRecord
 from agentspec.settings.server import RateLimits, ServerSettings
 from agentspec.telemetry.metrics import Metrics
 
@@ -52,15 +49,15 @@ class Demand:
             )
         return min(self.prompt + self.answer, limit)
 
-    def taken(self, record: RequestRecord, *, failed: bool) -> int:
+    def taken(self, answer: RequestAnswer) -> int:
         """The tokens that the request took: as the model reported them, else by what arrived of its answer. One that
         failed before any of it arrived is free.
         """
-        if record.usage is not None:
-            return record.usage.prompt_tokens + record.usage.completion_tokens
-        if failed:
-            return self.prompt + record.arrived if record.arrived else 0
-        return self.prompt + (self.answer if self.bounded else max(self.answer, record.arrived))
+        if answer.usage is not None:
+            return answer.usage.prompt_tokens + answer.usage.completion_tokens
+        if answer.failed:
+            return self.prompt + answer.arrived if answer.arrived else 0
+        return self.prompt + (self.answer if self.bounded else max(self.answer, answer.arrived))
 
 
 def demand_of(path: str, body: bytes, fields: Mapping[str, Any]) -> Demand:
@@ -152,38 +149,24 @@ class KeyLimiter:
 
 
 class Metering:
-    """The limits of all keys, and the counts of tokens by tenant. For one event loop."""
+    """The limits of all keys. For one event loop."""
 
-    def __init__(self, settings: ServerSettings, metrics: Metrics, budget: BodyBudget) -> None:
-        self._metrics, self._budget = metrics, budget
+    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._limiters = {owner: KeyLimiter(limits) for owner, limits in settings.limits_of_keys.items()}
 
-    @asynccontextmanager
-    async def within_limits(
-        self, record: RequestRecord, path: str, body: bytes, fields: Mapping[str, Any]
-    ) -> AsyncIterator[None]:
-        """A context that runs a request for a model. Entering it raises as `KeyLimiter.admit` does."""
-        assert record.identity is not None
-        charge: tuple[Demand, Callable[[int], None]] | None = None
-        if (limiter := self._limiters.get(record.identity.owner)) is not None:
-            demand = await self._budget.run(record.tenant, len(body), demand_of, path, body, fields)
-            try:
-                charge = demand, limiter.admit(demand)
-            except RateLimitError as error:
-                self._metrics.limited(record.tenant, error.limit)
-                raise
-            finally:
-                record.limit_headers = limiter.headers()
-        del body, fields  # an answer can take minutes
-        failed = False
+    async def admit(self, answer: RequestAnswer, path: str, body: RequestBody) -> None:
+        """Charge the request to its key, and have `answer` correct the charge at its end. Raises as
+        `KeyLimiter.admit` does.
+        """
+        if answer.key is None or (limiter := self._limiters.get(answer.key.owner)) is None:
+            return
+        demand = await body.work(demand_of, path, body.data, body.fields)
         try:
-            yield
-        except Exception as error:
-            failed = not isinstance(error, ClientDisconnect)
+            settle = limiter.admit(demand)
+        except RateLimitError as error:
+            self._metrics.limited(answer.tenant, error.limit)
             raise
         finally:
-            if charge is not None:
-                demand, settle = charge
-                settle(demand.taken(record, failed=failed or record.failed))
-            if (used := record.usage) is not None:
-                self._metrics.tenant_tokens(record.tenant, prompt=used.prompt_tokens, completion=used.completion_tokens)
+            answer.limit_headers = limiter.headers()
+        answer.settle = lambda finished: settle(demand.taken(finished))

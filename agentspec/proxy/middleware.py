@@ -1,13 +1,14 @@
-"""What wraps every request: its record, the checks of Host and key, the answer to an error, and the line in the log."""
+"""What wraps every request: its answer's record, the checks of Host and key, and the answer to an error."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -15,24 +16,23 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.errors import PermissionDeniedError, RequestTooLargeError
-from agentspec.protocol.errors import anthropic_error
-from agentspec.protocol.speculation import StepSpeculation
 from agentspec.proxy.admission import Deadlines, Slots
-from agentspec.proxy.auth import Authenticator, HostCheck, request_id
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
-from agentspec.proxy.errors import error_response, log_unexpected, outcome
-from agentspec.proxy.loading import Loading
-from agentspec.proxy.logs import logger
-from agentspec.proxy.request_record import RequestRecord
 from agentspec.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from agentspec.proxy.app import Loading
 
 LINGER_SECONDS, LINGER_BYTES = 5.0, 32 << 20  # that a body is read on behind its refusal
 OPEN_ROUTES = ("/health", "/ready")
 """Routes for probes of orchestrators, which send no key and call the gateway by any name."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RecordedRoute(Route):
-    """A route that first stores its path in the request's record, so that failed requests have it too.
+    """A route that first records its path, so that failed requests have it too.
 
     Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
     """
@@ -43,9 +43,9 @@ class RecordedRoute(Route):
         self._permission = permission
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = RequestRecord.of(scope)
-        record.route = self.path
-        if self._permission and not getattr(record.identity, self._permission):
+        answer = RequestAnswer.of(scope)
+        answer.route = self.path
+        if self._permission and not getattr(answer.key, self._permission):
             wanted = "a tenant's" if self._permission == "uses_models" else "an operator's"
             raise PermissionDeniedError(f"this route needs {wanted} API key (role in server.api_keys)")
         await super().handle(scope, receive, send)
@@ -68,60 +68,41 @@ class GatewayMiddleware:
         if scope["type"] != "http":
             await self.routes(scope, receive, send)
             return
-        record = RequestRecord(request_id(Headers(scope=scope)), scope["method"])
-        record.attach(scope)
-        scope["app"] = self
-        record.has_gateway_key = bool(self.authenticator)
-        send = record.sending(send)
-        with self.metrics.in_flight.track_inprogress():
-            await self._handle(record, scope, receive, send)
-
-    async def _handle(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        answer = RequestAnswer(_request_id(headers), scope["method"], send, has_gateway_key=bool(self.authenticator))
+        answer.attach(scope)
+        scope["app"] = self
+        with self.metrics.in_flight.track_inprogress():
+            try:
+                await self._handle(answer, headers, scope, receive)
+            finally:
+                answer.finish(self.metrics)
+
+    async def _handle(self, answer: RequestAnswer, headers: Headers, scope: Scope, receive: Receive) -> None:
         try:
             is_open = scope["path"] in OPEN_ROUTES
             self.hosts.check(scope, any_host=is_open)
-            record.identity = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
-            await self.routes(scope, receive, send)
+            answer.key = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
+            await self.routes(scope, receive, answer.send)
         except ClientDisconnect:
-            if not record.body_ended:
-                record.outcome = "cancelled"
+            if not answer.body_ended:
+                answer.outcome = "cancelled"
         except asyncio.CancelledError:
-            record.outcome = "cancelled"
+            answer.outcome = "cancelled"
             raise
         except Exception as error:
-            await _answer(error, record, receive, send)
-        finally:
-            self._finish(record)
-
-    def _finish(self, record: RequestRecord) -> None:
-        metrics = self.metrics
-        metrics.request(record.route, record.model, record.outcome, record.seconds)
-        if record.first_token is not None:
-            metrics.first_token(record.model, record.first_token)
-        if (usage := record.usage) is not None:
-            metrics.tokens(record.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
-        if (done := record.speculation) is not None:
-            failed = done.degraded if isinstance(done, StepSpeculation) else ()
-            metrics.speculation(record.model, done, failed)
-        logger.log(_level(record), "request", **_log_fields(record))
+            begun = answer.body_begun
+            await answer.refuse(error)
+            if isinstance(error, RequestTooLargeError):
+                await _read_on(receive)
+            if not begun:
+                await answer.send({"type": "http.response.body", "body": b""})
 
 
-async def _answer(error: Exception, record: RequestRecord, receive: Receive, send: Send) -> None:
-    """Answer with the error, unless the response has begun: then the connection can only be closed."""
-    failed = error_response(error, record.request_id)
-    record.fail(outcome(error), failed.code)
-    log_unexpected(error, record.request_id)
-    if record.body_begun:
-        return
-    body = anthropic_error(failed.body, failed.status, record.request_id) if record.anthropic else failed.body
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **failed.headers}
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": failed.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-    if isinstance(error, RequestTooLargeError):
-        await _read_on(receive)
-    await send({"type": "http.response.body", "body": b""})
+def _request_id(headers: Headers) -> str:
+    """The client's `x-request-id` if it is short and of harmless characters, else a new id."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
 
 
 async def _read_on(receive: Receive) -> None:
@@ -131,30 +112,3 @@ async def _read_on(receive: Receive) -> None:
         async with asyncio.timeout(LINGER_SECONDS):
             while left > 0 and (message := await receive()).get("more_body"):
                 left -= len(message["body"])
-
-
-def _level(record: RequestRecord) -> int:
-    if record.route in ("/health", "/ready", "/metrics"):
-        return logging.DEBUG
-    return logging.WARNING if record.outcome == "server_error" else logging.INFO
-
-
-def _log_fields(record: RequestRecord) -> dict[str, Any]:
-    usage = record.usage
-    fields = {
-        "request_id": record.request_id,
-        "method": record.method,
-        "route": record.route,
-        "model": record.model,
-        "tenant": record.tenant or None,
-        "member": record.attempt and record.attempt.member,
-        "status": record.status,
-        "outcome": record.outcome,
-        "error": record.error,
-        "stream": record.stream,
-        "seconds": round(record.seconds, 4),
-        "first_token_seconds": None if record.first_token is None else round(record.first_token, 4),
-        "prompt_tokens": usage and usage.prompt_tokens,
-        "completion_tokens": usage and usage.completion_tokens,
-    }
-    return {name: value for name, value in fields.items() if value is not None}

@@ -21,13 +21,13 @@ from agentspec.errors import (
     UpstreamTimeoutError,
 )
 from agentspec.proxy.admission import Slots, until_disconnect
-from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.forwarding import request_headers
-from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.streaming import json_response
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.api import json_response
+from agentspec.proxy.request_context import upstream_headers
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
+from agentspec.types import Labels
 from agentspec.version import __version__
 
 MODELS_SECONDS = 10.0  # to list the models of an upstream
@@ -66,13 +66,13 @@ class Pages:
     async def ready(self, request: Request) -> Response:
         """Report whether the gateway accepts requests: 200, or 503 while it loads, drains, or has a failed backend.
 
-        Which of these it is, only those who have a key are told.
+        Only clients with a key see which of these it is.
         """
         status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
         if self._runtime.failure is not None:
             status = "failed"
-        told = RequestRecord.of(request.scope).identity is not None or status == "ready"
-        return json_response({"status": status if told else "not ready"}, 200 if status == "ready" else 503)
+        shown = RequestAnswer.of(request.scope).key is not None or status == "ready"
+        return json_response({"status": status if shown else "not ready"}, 200 if status == "ready" else 503)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -102,22 +102,21 @@ class Pages:
         if names or not (self._runtime.ready and self._runtime.takes_any_model):
             return [self._object(name) for name in names] + aliases
         backend = self._runtime.route("*").backend
-        check_head(request.scope)
         listed = await self._listed(backend, request) if isinstance(backend, OpenAIBackend | PoolBackend) else []
         return listed + aliases
 
     async def _listed(self, backend: OpenAIBackend | PoolBackend, request: Request) -> list[dict[str, Any]]:
         """The models of an upstream. The call takes a slot like others, or clients could open any number of them."""
-        record = RequestRecord.of(request.scope)
-        headers = request_headers(request.scope, record)
+        answer = RequestAnswer.of(request.scope)
+        headers = upstream_headers(request.scope, answer, Labels())
         try:
-            async with until_disconnect(request.receive), self._limiter.enter(record.tenant):
+            async with until_disconnect(request.receive), self._limiter.enter(answer.tenant):
                 async with asyncio.timeout(MODELS_SECONDS):
                     return await backend.models(headers)
         except TimeoutError:
             raise UpstreamTimeoutError("the upstream did not list its models in time") from None
         except UpstreamStatusError as error:
-            error.for_client = not (record.has_gateway_key or error.own_key)
+            error.for_client = not (answer.has_gateway_key or error.own_key)
             raise
 
     def _object(self, name: str) -> dict[str, Any]:

@@ -22,32 +22,32 @@ Where = dict[str, Any]
 # what breaks: the function, what to change, changed, and the cases in which it has to show
 MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     "tenant forgotten": (
-        f"{PROXY}.auth:Caller.sign",
+        f"{PROXY}.request_context:RequestContext.sign",
         "tenant=self.tenant",
         "tenant='default'",
         {"backend": "engine", "keyed": True},
     ),
     "stored though off": (
-        f"{PROXY}.auth:Caller.sign",
+        f"{PROXY}.request_context:RequestContext.sign",
         "store=self.store",
         "store=True",
         {"backend": "engine", "store": False},
     ),
     "switches not passed on": (
-        f"{PROXY}.forwarding:added_fields",
-        "asked, caller.off",
+        f"{PROXY}.forwarding:upstream_body",
+        "asked, context.off",
         "asked, ()",
         {"backend": "upstream"},
     ),
     "client's name of the model passed on": (
-        f"{PROXY}.forwarding:added_fields",
+        f"{PROXY}.forwarding:upstream_body",
         "added if model == fields['model'] else {**added, 'model': model}",
         "added",
         {"api": "chat", "backend": "upstream"},
     ),
     "gateway's key passed on": (
-        f"{PROXY}.forwarding:request_headers",
-        "if record.has_gateway_key:",
+        f"{PROXY}.request_context:upstream_headers",
+        "if answer.has_gateway_key:",
         "if False:",
         {"backend": "native", "keyed": True},
     ),
@@ -89,7 +89,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     ),
     "client's leaving counted as an answer": (
         f"{PROXY}.middleware:GatewayMiddleware._handle",
-        "if not record.body_ended:",
+        "if not answer.body_ended:",
         "if False:",
         {"backend": "scripted", "ending": "disconnect"},
     ),
@@ -112,27 +112,27 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         {"api": "messages", "ending": "cut", "stream": True},
     ),
     "no event for an error": (
-        f"{PROXY}.streaming:send_sse",
-        "await send_piece(send, framing.error(error, record.request_id))",
+        f"{PROXY}.api:Sending._send_events",
+        "for event in writer.failure(error, answer.request_id):\n            await answer.send(piece(event))",
         "pass",
         {"backend": "scripted", "ending": "cut", "stream": True},
     ),
     "error of a stream not counted": (
-        f"{PROXY}.streaming:record_failure",
-        "record.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)",
+        f"{PROXY}.answer:RequestAnswer.interrupt",
+        "self.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)",
         "pass",
         {"backend": "scripted", "ending": "cut", "stream": True},
     ),
     "usage not counted": (
-        f"{PROXY}.request_record:RequestRecord.read",
+        f"{PROXY}.answer:RequestAnswer.count",
         "self.usage = delta.usage or self.usage",
         "pass",
         {"ending": "complete"},
     ),
     "usage counted twice": (
-        f"{PROXY}.middleware:GatewayMiddleware._finish",
-        "completion=usage.completion_tokens",
-        "completion=2 * usage.completion_tokens",
+        f"{PROXY}.answer:RequestAnswer.finish",
+        "metrics.tokens(self.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)",
+        "metrics.tokens(self.model, prompt=usage.prompt_tokens, completion=2 * usage.completion_tokens)",
         {"ending": "complete"},
     ),
     "slot not given back": (
@@ -142,9 +142,9 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         {"backend": "upstream"},
     ),
     "response stored though off": (
-        f"{PROXY}.responses.endpoint:ResponsesEndpoint._send_answer",
-        "request.store and exchange.caller.store and self.keeper.stores",
-        "request.store and self.keeper.stores",
+        f"{PROXY}.responses.api:_writer",
+        "request.store and 'store' not in context.off",
+        "request.store",
         {"api": "responses", "backend": "scripted", "store": False},
     ),
     "response read by anyone": (
@@ -166,7 +166,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         {"backend": "scripted", "content": "plain"},
     ),
     "answer without its id": (
-        f"{PROXY}.request_record:RequestRecord._headers",
+        f"{PROXY}.answer:RequestAnswer._headers",
         "yield (b'x-request-id', self.request_id.encode())",
         "pass",
         {"ending": "complete"},

@@ -17,7 +17,6 @@ from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy.app import create_app
-from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -31,7 +30,7 @@ class Running:
     """A gateway that answers at `url`."""
 
     url: str
-    app: GatewayMiddleware
+    app: Any
     server: GatewayServer
     runtime: Runtime
 

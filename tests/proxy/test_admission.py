@@ -210,13 +210,6 @@ async def test_the_limit_is_for_all_that_is_done_together() -> None:
     assert len(seen) <= 2  # each of them alone would be in time
 
 
-async def test_a_time_out_of_someone_elses_is_not_ours() -> None:
-    with pytest.raises(TimeoutError) as caught:
-        async with Deadline(5).limit():
-            raise TimeoutError
-    assert not isinstance(caught.value, RequestTimeoutError)
-
-
 async def test_an_interrupt_ends_the_time_at_once_and_only_in_the_limit() -> None:
     deadline = Deadline(60)
     loop = asyncio.get_running_loop()
@@ -295,15 +288,6 @@ async def test_a_request_is_freed_at_its_end_without_the_garbage_collector() -> 
         assert freed() is None
     finally:
         gc.enable()
-
-
-async def test_an_interrupt_ends_what_waits() -> None:
-    deadlines = Deadlines()
-    deadline = deadlines.start(600)
-    asyncio.get_running_loop().call_later(0.01, deadlines.interrupt, ShuttingDownError("over"))
-    with pytest.raises(ShuttingDownError, match="over"):
-        async with deadline.limit():
-            await asyncio.sleep(600)
 
 
 async def test_a_time_that_is_over_is_not_interrupted_again() -> None:

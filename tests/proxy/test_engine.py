@@ -61,16 +61,6 @@ def test_the_context_length(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs")],
-)
-def test_what_only_the_engine_can_judge(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, **fields)
-    assert caught.value.param == param
-
-
 def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callable[..., None]) -> None:
     """max_active 2 and max_concurrent 4: of twelve at once some wait, some are soon refused, none fail."""
     outcomes: list[str] = []
@@ -104,16 +94,6 @@ def test_the_loop_is_free_and_a_disconnect_frees_the_engine(running: Any, until:
             next(response.iter_lines())
             assert client.get("/health").status_code == 200  # others are answered meanwhile
         until(idle)
-
-
-def test_metrics_name_the_sources(running: Any, client: openai.OpenAI) -> None:
-    for _ in range(2):
-        ask(client, "metrics", temperature=0)
-    text = httpx.get(f"{running.url}/metrics").text
-    assert 'agentspec_engine_draft_tokens_total{backend="local",source="' in text
-    assert "agentspec_index_sequences" in text
-    drafted = running.metric("agentspec_draft_tokens_total", model=MODEL)
-    assert drafted >= running.metric("agentspec_accepted_tokens_total", model=MODEL) > 0
 
 
 VALUES = st.one_of(

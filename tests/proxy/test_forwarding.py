@@ -11,9 +11,8 @@ import httpx
 import openai
 import pytest
 
-from agentspec.backends.base import CHAT, COMPLETIONS
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy.forwarding import StreamInspector, expected_choices, read_answer
+from agentspec.proxy.forwarding import StreamInspector, read_answer
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
@@ -69,15 +68,6 @@ def test_every_choice_must_end() -> None:
     assert not read(first, first, choices=2).finished
     assert read(second + chunk("x") + first, choices=2).finished
     assert read(first, DONE, choices=2).finished
-
-
-def test_how_many_choices_there_are() -> None:
-    assert expected_choices(CHAT, {}) == expected_choices(CHAT, {"n": None}) == expected_choices(CHAT, {"n": "3"}) == 1
-    assert expected_choices(CHAT, {"n": 3, "prompt": ["a", "b"]}) == 3
-    assert expected_choices(COMPLETIONS, {"n": 3, "prompt": "a"}) == 3
-    assert expected_choices(COMPLETIONS, {"n": 3, "prompt": ["a", "b"]}) == 6
-    assert expected_choices(COMPLETIONS, {"prompt": [[1, 2], [3]]}) == 2
-    assert expected_choices(COMPLETIONS, {"prompt": [1, 2, 3]}) == expected_choices(COMPLETIONS, {"prompt": []}) == 1
 
 
 def test_counts_and_errors_are_read() -> None:
@@ -186,13 +176,6 @@ def test_only_the_model_is_renamed(gateway: Any, upstream: Any) -> None:
     running = gateway(*passing(server.url, "org/big"))
     post(running, b'{"temperature":1.10,"model" : "up","user":"\\u00e9"}')
     assert server.requests[0].body == '{"temperature":1.1,"model":"org/big","user":"\u00e9"}'.encode()
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_the_other_routes(gateway: Any, upstream: Any, path: str) -> None:
-    server = upstream(lambda request: request.answer(b'{"data":[]}'))
-    assert post(gateway(*passing(server.url)), b'{"model":"up"}', path=path).content == b'{"data":[]}'
-    assert server.requests[0].target == path
 
 
 def test_upstreams_that_no_name_leads_to_list_nothing(gateway: Any, upstream: Any) -> None:

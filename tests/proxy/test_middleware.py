@@ -20,9 +20,7 @@ import pytest
 from agentspec import errors
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import EngineError
-from agentspec.protocol.wire import event
 from agentspec.proxy import logs
-from agentspec.proxy.errors import error_event, error_response, outcome
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import Answer, FakeBackend
@@ -66,9 +64,7 @@ def opened(shared_gateway: Any, backend: FakeBackend) -> Any:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize(
-    "authorization", [None, "Bearer wrong", f"Bearer {KEYS['alice'][:-1]}", KEYS["alice"], f"Basic {KEYS['alice']}"]
-)
+@pytest.mark.parametrize("authorization", [None, f"Bearer {KEYS['alice'][:-1]}"])
 def test_every_route_but_health_wants_a_key(keyed: Any, method: str, path: str, authorization: str | None) -> None:
     headers = {"authorization": authorization} if authorization else {}
     response = httpx.request(method, keyed.url + path, headers=headers, json=BODY if method == "POST" else None)
@@ -267,32 +263,38 @@ TREE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def failing(shared_gateway: Any) -> Any:
+    """A gateway, and the list that holds the error of its model."""
+    raised: list[Exception] = []
+    return shared_gateway({MODEL: FakeBackend(lambda request: raised[0])}), raised
+
+
 @pytest.mark.parametrize("kind", TREE)
-def test_every_error_has_its_answer(kind: type[errors.AgentSpecError]) -> None:
+def test_every_error_has_its_answer(failing: Any, kind: type[errors.AgentSpecError]) -> None:
     needed: dict[str, Any] = {"limit": "tokens_per_minute", "retry_after": 1} if kind is errors.RateLimitError else {}
-    error = kind("what went wrong", **needed)
-    failed = error_response(error)
-    assert failed.status == kind.status and 400 <= failed.status < 600
-    body = json.loads(failed.body)
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"] == "what went wrong" and error_event(error) == event(failed.body)
-    assert outcome(error) in ("client_error", "server_error", "rejected")
+    running, raised = failing
+    raised[:] = [kind("what went wrong", **needed)]
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
+    assert answer.status_code == kind.status and 400 <= answer.status_code < 600
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.json()["error"]["message"].startswith("what went wrong")
+    if kind in (errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError):
+        assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("kind", [errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError])
-def test_what_may_be_tried_again_says_when(kind: type[errors.AgentSpecError]) -> None:
-    assert int(error_response(kind("later")).headers["retry-after"]) >= 1 and outcome(kind("later")) == "rejected"
-
-
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("status", [401, 403])
-def test_what_an_upstream_says_about_the_operators_key_stays_here(status: int) -> None:
+def test_what_an_upstream_says_about_the_operators_key_stays_here(
+    gateway: Any, upstream: Any, path: str, status: int
+) -> None:
+    """Forwarded or translated."""
     body = b'{"error": {"message": "Incorrect API key provided: sk-proj-ab****yz"}}'
-    error = errors.UpstreamStatusError("Incorrect API key: sk-proj-ab****yz", status=status, body=body, headers={})
-    for failed in (error_response(error), error_response(error)):
-        assert failed.status == 502 and failed.code == "upstream_authentication" and b"sk-" not in failed.body
-    assert b"sk-" not in error_event(error) and outcome(error) == "server_error"
-    error.for_client = True
-    assert error_response(error).status == status and outcome(error) == "client_error"
+    server = upstream(lambda request: request.answer(body, status if "chat" in request.target else 404))
+    own = {"up": OpenAISettings(base_url=server.url, api_key="sk-own", server_kind="other")}  # type: ignore[arg-type]
+    running = gateway({}, Settings(backends=own, models={MODEL: ModelSettings(backend="up")}))
+    answer = httpx.post(f"{running.url}/v1/{path}", json={**BODY, "max_tokens": 5})
+    assert answer.status_code == 502 and "sk-" not in answer.text
 
 
 @pytest.fixture(autouse=True)
@@ -307,43 +309,8 @@ def lines_of(stream: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_an_event_is_one_line_of_json() -> None:
-    stream = io.StringIO()
-    logs.configure("INFO", stream)
-    logs.logger.info("said\nthis 100 %", count=3, name="é\ud800", odd=object)
-    logs.logger.debug("not this")
-    logging.getLogger("elsewhere").warning("by %s", "another")
-    first, second = lines_of(stream)
-    assert (first["event"], first["count"], first["level"]) == ("said\nthis 100 %", 3, "info")
-    assert first["name"] == "é\ud800" and "object" in str(first["odd"])
-    assert str(first["timestamp"]).endswith("Z") and len(str(first["timestamp"])) == 27
-    assert (second["event"], second["logger"], second["level"]) == ("by another", "elsewhere", "warning")
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_whoever_logs_what_cannot_be_written_goes_on(background: bool) -> None:
-    stream = io.StringIO()
-    logs.configure("INFO", stream, background=background)
-    logging.getLogger("elsewhere").warning("%d of %d", "one")
-    logging.getLogger().handlers[0].flush()
-    assert lines_of(stream)[0]["event"] == "%d of %d"
-
-
-def test_a_thread_writes_every_line_in_order() -> None:
-    stream = io.StringIO()
-    logs.configure("INFO", stream, background=True)
-    threads = [threading.Thread(target=lambda: [logs.logger.info("said", n=n) for n in range(500)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    logging.getLogger().handlers[0].flush()
-    numbers = [line["n"] for line in lines_of(stream)]
-    assert len(numbers) == 2000 and sorted(numbers) == sorted(list(range(500)) * 4)  # type: ignore[type-var]
-
-
 class Stuck(io.StringIO):
-    """A log that nobody reads, until `open` is set."""
+    """A log that no one reads, until `open` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,19 +322,19 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_log_that_nobody_reads_holds_nothing_up_and_says_what_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MAX_WAITING", 10)
+def test_a_log_that_no_one_reads_holds_nothing_up_and_says_what_it_lost() -> None:
     stream = Stuck()
     logs.configure("INFO", stream, background=True)
     logs.logger.info("first")
     assert stream.entered.wait(60)
-    for number in range(25):
+    for number in range(66_000):
         logs.logger.error("later", n=number)
     stream.open.set()
     logging.getLogger().handlers[0].flush()
     found = lines_of(stream)
-    assert [line["n"] for line in found if line["event"] == "later"] == list(range(10))
-    assert [line["count"] for line in found if line["event"] == "log lines dropped"] == [15]
+    written = [line["n"] for line in found if line["event"] == "later"]
+    [lost] = [line["count"] for line in found if line["event"] == "log lines dropped"]
+    assert written == [*range(len(written))] and len(written) + int(str(lost)) == 66_000
 
 
 def test_no_line_is_lost_at_the_end() -> None:

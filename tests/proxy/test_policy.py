@@ -77,16 +77,6 @@ def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
     assert "strategy" not in back.json().get("speculation", {})
 
 
-@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
-def test_a_strategy_is_taken_on_the_other_routes(gateway: Any, route: str) -> None:
-    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
-    body: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 50}
-    if route == "/v1/responses":
-        body = {"model": "fake", "input": "hi"}
-    taken = httpx.post(f"{running.url}{route}", json=body, headers={"x-agentspec-strategy": "specreason"}, timeout=60)
-    assert taken.json()["speculation"]["strategy"] == "specreason"
-
-
 def upstream_settings(url: str, **options: Any) -> Settings:
     up = OpenAISettings(base_url=url, **options)  # type: ignore[arg-type]
     return Settings(backends={"up": up}, models={"fake": ModelSettings(backend="up")})
@@ -99,19 +89,6 @@ def test_an_upstream_that_schedules_by_priority_is_told_it_on_its_scale(gateway:
     ask(running, {"x-agentspec-priority": "4"}, priority=1)
     bodies = [request.json for request in server.requests if request.method == "POST"]
     assert [body["priority"] for body in bodies] == [-4, -1]
-
-
-def test_what_an_upstream_cannot_do_is_said_once(gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture) -> None:
-    server = upstream(lambda request: request.answer(b"{}"))
-    running = gateway({}, upstream_settings(server.url))
-    asked = {"x-agentspec-priority": "4", "x-agentspec-deadline-s": "2", "x-agentspec-strategy": "specreason"}
-    with caplog.at_level(logging.WARNING, "agentspec.proxy.forwarding"):
-        assert {ask(running, asked).status_code for _ in range(3)} == {200}
-    said = [record.getMessage() for record in caplog.records if record.name == "agentspec.proxy.forwarding"]
-    assert len(said) == 3 and all("only an agentspec gateway" in line for line in said)
-    posted = [request for request in server.requests if request.method == "POST"]
-    assert all("priority" not in request.json for request in posted)
-    assert posted[0].headers["x-agentspec-strategy"] == "specreason"
 
 
 def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:

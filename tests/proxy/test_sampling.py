@@ -153,41 +153,6 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert plain.tool_calls is None
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_several_choices(client: openai.OpenAI, temperature: float) -> None:
-    one = ask(client, temperature=temperature, max_tokens=12)
-    several = ask(client, temperature=temperature, max_tokens=12, n=6)
-    texts = [choice.message.content for choice in several.choices]
-    assert [choice.index for choice in several.choices] == list(range(6))
-    assert texts[0] == one.choices[0].message.content
-    assert len(set(texts)) == (1 if temperature == 0 else 6)
-    assert several.usage.prompt_tokens == one.usage.prompt_tokens
-    chunks = list(
-        ask(client, temperature=temperature, max_tokens=12, n=6, stream=True, stream_options={"include_usage": True})
-    )
-    said = dict.fromkeys(range(6), "")
-    for chunk in chunks:
-        for choice in chunk.choices:
-            said[choice.index] += choice.delta.content or ""
-    assert list(said.values()) == texts
-    assert chunks[-1].usage == several.usage
-    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    plain = client.completions.create(model=MODEL, prompt="abcdefghijklmnop", n=3, max_tokens=8, seed=2)
-    assert [choice.index for choice in plain.choices] == [0, 1, 2] and len(
-        {choice.text for choice in plain.choices}
-    ) == 3
-
-
-def test_the_prompt_of_several_choices_is_read_once(running: Any, client: openai.OpenAI) -> None:
-    engine = running.runtime.backends()["local"]
-    before = engine.stats()
-    ask(client, "a prompt of its own, and long enough to be worth keeping", n=4, max_tokens=4)
-    after = engine.stats()
-    prompt = len("a prompt of its own, and long enough to be worth keeping") + 2
-    assert after.prefill_tokens - before.prefill_tokens < 1.2 * prompt
-    assert after.reused_tokens - before.reused_tokens >= 3 * (prompt - 2)
-
-
 def test_token_ids_go_in_and_out(running: Any, client: openai.OpenAI) -> None:
     engine = running.runtime.backends()["local"]
     asked = {"return_token_ids": True}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,14 +19,11 @@ from typer.testing import CliRunner
 from agentspec import cli
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
-from agentspec.proxy import logs
-from agentspec.proxy.auth import is_unprotected
-from agentspec.proxy.loading import Loading
-from agentspec.proxy.request_record import PIECE, RequestRecord
+from agentspec.proxy import create_app
 from agentspec.proxy.serving import COLLECT_AFTER, serve, spare_what_is_loaded
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
 
 
@@ -53,7 +49,7 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process that serves is not its own: it keeps its log and its collector."""
-    monkeypatch.setattr(logs, "configure", lambda *_, **options: None)
+    monkeypatch.setattr("agentspec.proxy.logs.configure", lambda *_, **options: None)
     threshold = gc.get_threshold()
     yield
     gc.set_threshold(*threshold)
@@ -75,43 +71,13 @@ def test_an_address_that_is_taken_is_said(caplog: pytest.LogCaptureFixture) -> N
     assert "Traceback" not in done.stderr and "loading failed" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("host", "open_to_all"),
-    [("127.0.0.1", False), ("127.9.9.9", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
-)
-def test_only_another_address_without_keys_is_unprotected(host: str, open_to_all: bool) -> None:
-    assert is_unprotected(ServerSettings(host=host)) is open_to_all
-    assert not is_unprotected(ServerSettings(host=host, api_keys=(ApiKey(key_env="KEY"),)))
-
-
 @pytest.mark.anyio
 @pytest.mark.usefixtures("in_this_process")
 async def test_the_collector_passes_over_what_was_loaded_before_the_gateway_is_ready() -> None:
-    loading = Loading(Runtime(Settings(backends={}), backends={"fake": FakeBackend("x")}))
+    loading = create_app(Runtime(Settings(backends={}), backends={"fake": FakeBackend("x")})).loading
     loaded = asyncio.Event()
     loading.when_ready = lambda: (spare_what_is_loaded(), loaded.set())
     gc.unfreeze()
     async with loading.lifespan():
         await loaded.wait()
         assert gc.get_freeze_count() > 10 * len(gc.get_objects()) and gc.get_threshold() == COLLECT_AFTER
-
-
-@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 5])
-@pytest.mark.parametrize("more", [False, True])
-def test_answers_are_sent_in_pieces(size: int, more: bool) -> None:
-    sent: list[Any] = []
-    content = bytes(range(256)) * (size // 256) + bytes(size % 256)
-
-    async def keep(message: Any) -> None:
-        sent.append(message)
-
-    async def answer() -> None:
-        send = RequestRecord("r", "POST").sending(keep)
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": content, "more_body": more})
-
-    asyncio.run(answer())
-    start, *bodies = sent
-    assert start["status"] == 200 and b"".join(one["body"] for one in bodies) == content
-    assert all(len(one["body"]) <= PIECE for one in bodies)
-    assert [one.get("more_body", False) for one in bodies] == [True] * (len(bodies) - 1) + [more]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +12,12 @@ import pytest
 from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.langchain import ChatAgentSpec
-from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
+from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.step import report, step
-from agentspec.testing import Answer, FakeBackend, Script
+from agentspec.testing import FakeBackend, Script
 from tests.thinking_model import ThinkingModel
 
 THINKING = "small 1.\n\nsmall 2. Answer: 4\n\n"
@@ -139,36 +138,6 @@ def test_langchain_and_steps_reach_it(reset_report: None) -> None:
     assert next(row for row in report() if row.step == "solve").calls == 1
 
 
-@pytest.mark.parametrize(("threshold", "word"), [(9.5, "base"), (0, "small")])
-def test_above_nine_and_at_zero_one_model_thinks_alone(
-    gateway: Any, reset_report: None, threshold: float, word: str
-) -> None:
-    def alone(thinking: str, role: str) -> Script:
-        number = thinking.count("\n\n") + 1
-        return f"{role} {number} of \N{ROMAN NUMERAL FOUR}.{' Answer: 4' if number == 4 else ''}\n\n"
-
-    fakes: dict[str, FakeBackend] = {
-        name: ThinkingModel(lambda thinking, role=role: alone(thinking, role), score=lambda step: "9")  # type: ignore[misc]
-        for name, role in (("large", "base"), ("tiny", "small"))
-    }
-    wanted = ""
-    while "Answer" not in wanted:
-        wanted += str(alone(wanted, word))
-    running = gateway(fakes, settings(threshold=threshold))
-    body = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "temperature": 0}).json()
-    message = body["choices"][0]["message"]
-    assert message["reasoning"].encode() == wanted.encode()
-    through = ChatAgentSpec(model="fast", base_url=f"{running.url}/v1", temperature=0)
-
-    @step("solve", model="fast")
-    def solve() -> Any:
-        return ChatAgentSpec(model="plain", base_url=f"{running.url}/v1", temperature=0).invoke("Two plus two?")
-
-    for said in (through.invoke("Two plus two?"), solve()):
-        assert said.additional_kwargs["reasoning_content"].encode() == wanted.encode()
-        assert said.response_metadata["speculation"]["kept_tokens"][{"base": "small", "small": "base"}[word]] == 0
-
-
 def test_through_two_gateways(gateway: Any) -> None:
     """The models are other gateways, reached over HTTP by continuing messages."""
     abilities = Capabilities(continue_final=True, logprobs=True)
@@ -182,36 +151,3 @@ def test_through_two_gateways(gateway: Any) -> None:
     assert answer["choices"][0]["message"]["content"] == "The answer is four."
     through = ChatAgentSpec(model="fast", base_url=f"{front.url}/v1").invoke("Two plus two?")
     assert through.response_metadata["speculation"]["strategy"] == "specreason"
-
-
-def test_tools_reach_the_base_model_behind_the_thinking() -> None:
-    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    base = ThinkingModel(
-        numbered("base"),
-        capabilities=Capabilities(continue_final=True, logprobs=True),
-        answer=Answer(extra={"tool_calls": [call]}, finish_reason="tool_calls"),
-    )
-    endpoint = OpenAISettings(base_url="http://127.0.0.1:9/v1", model="m")  # type: ignore[arg-type]
-    fast = SpecReasonSettings(base="large", small="tiny")
-    configured = Settings(backends={"large": endpoint, "tiny": endpoint}, models={"fast": fast})
-    runtime = Runtime(configured, backends={"large": base, "tiny": ThinkingModel(numbered("small"))})
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    message = ChatAgentSpec(model="fast", runtime=runtime).bind(tools=[tool], response_format={"type": "x"}).invoke("?")
-    assert message.tool_calls[0]["name"] == "add"
-    thinking, *_, answer = (request for request in base.requests if "tools" in request.extra)
-    assert thinking.sampling.max_tokens == 1 and "response_format" not in thinking.extra  # the judge's question
-    assert answer.extra["response_format"] == {"type": "x"} and answer.continue_final
-
-
-def test_traces_are_kept_where_asked_and_only_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.reasoning.delegation.trace.KEPT", 2)
-    configured = settings().model_copy(update={"traces": TraceSettings(path=tmp_path / "traces")})
-    runtime = Runtime(configured, backends=models())
-    model = ChatAgentSpec(model="fast", runtime=runtime)
-    ids = [model.invoke("Two?").response_metadata["speculation"]["trace"] for _ in range(3)]
-    assert len(list((tmp_path / "traces").iterdir())) == 2 and len(set(ids)) == 3
-    assert model.invoke("Two?", store=False).response_metadata["speculation"]["trace"] is None
-    lines = [json.loads(line) for line in (tmp_path / "traces" / f"{ids[-1]}.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines][:3] == ["head", "proposed", "scored"]
-    assert lines[-1]["text"] == "The answer is four."
-    assert (tmp_path / "traces").stat().st_mode & 0o077 == 0

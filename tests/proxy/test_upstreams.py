@@ -14,8 +14,6 @@ from agentspec.errors import ConfigurationError
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
-from agentspec.testing import FakeBackend
-from agentspec.types import Labels
 
 ANSWER = b'{"choices": [{"message": {"content": "hi"}, "token_ids": null}], "prompt_token_ids": null, "usage": null}'
 HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}
@@ -58,17 +56,6 @@ def post(running: Any, content: bytes, path: str = "/v1/chat/completions") -> ht
 
 def sent(server: Any) -> list[bytes]:
     return [request.body for request in server.requests if request.method == "POST"]
-
-
-@pytest.mark.parametrize(
-    "given", [b' {"model":"m", "messages":[],"temperature":1.10}', b'{"model":"m","vllm_xargs" : null , "top_p":1e40}']
-)
-def test_labels_are_added_and_nothing_else_changes(gateway: Any, upstream: Any, given: bytes) -> None:
-    server = upstream(serve())
-    answer = post(gateway(*in_front_of(server.url)), given)
-    [body] = sent(server)
-    assert json.loads(body) == {**json.loads(given), "vllm_xargs": XARGS, "session_id": "s1"}
-    assert answer.content == ANSWER
 
 
 def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
@@ -190,18 +177,6 @@ def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tm
     assert not set(sent[0]) & set(sent[1]) and all(one[0].endswith("-r1") and one[1].endswith("-k1") for one in sent)
 
 
-def test_a_sole_tenants_ids_pass_as_they_are(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(answering("vllm"))
-    both = settings(server.url, tmp_path)
-    running = gateway({}, both.model_copy(update={"server": ServerSettings(api_keys=both.server.api_keys[:1])}))
-    headers = {"authorization": "Bearer key-of-alice", "x-request-id": "r1", "x-agentspec-session": "s1"}
-    httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
-    assert {name: server.requests[-1].headers[name] for name in headers if name != "authorization"} == {
-        "x-request-id": "r1",
-        "x-agentspec-session": "s1",
-    }
-
-
 BODY = {"model": "up", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 CLAUDE = {"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}
 TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
@@ -230,18 +205,6 @@ def through(url: str, server: ServerSettings | None = None, **backend: Any) -> S
 
 def asked(server: Any) -> Any:
     return [request for request in server.requests if request.target.endswith("completions")][-1]
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_local_model_is_told_the_labels(gateway: Any, path: str) -> None:
-    backend = FakeBackend(lambda request: "ok")
-    running = gateway({"up": backend})
-    send(running, path, **CLAUDE)
-    send(running, path, **CLAUDE, **{"x-agentspec-session": "mine"})
-    send(running, path, {**BODY, "session_id": "s2"})
-    send(running, path, {**BODY, "metadata": {"user_id": "u"}})
-    found = [request.labels for request in backend.requests]
-    assert found == [Labels("s1", None, "a1"), Labels("mine", None, "a1"), Labels("s2"), Labels("u")]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Message, Receive
@@ -19,6 +19,21 @@ INLINE_BYTES = 1 << 16  # reading a body up to this size takes less time than it
 ANSWER_SECONDS = 10.0  # that an answer waits for memory: it was computed already, so that a wait is worth its while
 
 
+class _Memory:
+    """Bytes that are held, of which one tenant may hold half if several share them."""
+
+    def __init__(self, limit: int, *, shared: bool) -> None:
+        self.limit, self.share, self.total = limit, limit // 2 if shared else limit, 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def has_room(self, tenant: str, size: int) -> bool:
+        return self.total + size <= self.limit and self._by_tenant[tenant] + size <= self.share
+
+    def add(self, tenant: str, size: int) -> None:
+        self.total += size
+        self._by_tenant[tenant] += size
+
+
 class BodyBudget:
     """Bounds the bytes of all bodies and large answers in memory, and reads large ones off the loop.
 
@@ -28,16 +43,19 @@ class BodyBudget:
     """
 
     def __init__(self, limit: int, *, shared: bool = True) -> None:
-        self._limit = limit
-        self.shared = shared
-        self._bytes = _Held()
-        self._answers = _Held()  # of these bytes
+        self.memory = _Memory(limit, shared=shared)
+        self.answers = _Memory(limit // 2, shared=shared)  # of these bytes
         self._freed = asyncio.Event()  # the next time that memory is given back
         self._threads = TenantThreads(PARSING_THREADS, "agentspec-body")
 
-    def account(self, tenant: str) -> BodyAccount:
-        """An account of what one request holds, as a context whose end gives all back."""
-        return BodyAccount(self, tenant)
+    def body(self, tenant: str) -> RequestBody:
+        """A request's body that is not read yet, as a context whose end gives back all that the request holds."""
+        return RequestBody(self, tenant)
+
+    @property
+    def held(self) -> int:
+        """The bytes of all bodies and large answers that are in memory now."""
+        return self.memory.total
 
     async def run(self, tenant: str, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """The result of `function(*arguments)`, which works on a body of `size` bytes: in a thread if it is large."""
@@ -45,68 +63,35 @@ class BodyBudget:
             return function(*arguments)
         return await self._threads.run(tenant, function, *arguments)
 
-    @property
-    def held(self) -> int:
-        """The bytes of all bodies and large answers that are in memory now."""
-        return self._bytes.total
-
-    # What a `BodyAccount` calls.
-
-    def share(self, limit: int) -> int:
-        """How much of what all may hold one tenant may hold."""
-        return limit // 2 if self.shared else limit
-
-    @property
-    def answer_limit(self) -> int:
-        return self._limit // 2
-
-    def has_room(self, tenant: str, size: int) -> bool:
-        return self._bytes.has_room(tenant, size, self._limit, self.share(self._limit))
-
     def add(self, tenant: str, size: int, *, answer: bool) -> None:
-        self._bytes.add(tenant, size)
+        self.memory.add(tenant, size)
         if answer:
-            self._answers.add(tenant, size)
+            self.answers.add(tenant, size)
         if size < 0:
             self._freed.set()
             self._freed = asyncio.Event()
 
-    async def wait(self, account: BodyAccount, size: int) -> None:
-        """Wait until there is room for `size` bytes more of an answer; `account` then holds them."""
-        tenant, most = account.tenant, self.answer_limit
-        while not (self.has_room(tenant, size) and self._answers.has_room(tenant, size, most, self.share(most))):
+    async def wait(self, tenant: str, size: int) -> None:
+        """Wait until there is room for `size` bytes more of an answer."""
+        while not (self.memory.has_room(tenant, size) and self.answers.has_room(tenant, size)):
             await self._freed.wait()
-        account.hold(size, answer=True)
 
 
-class _Held:
-    """Bytes that are held, in all and by each tenant."""
+class RequestBody:
+    """The body of one request, read as `fields`, and what the request holds of a budget: for the body with what is read
+    besides, and for a large answer.
+    """
 
-    def __init__(self) -> None:
-        self.total = 0
-        self._by_tenant: Counter[str] = Counter()
-
-    def has_room(self, tenant: str, size: int, limit: int, share: int) -> bool:
-        return self.total + size <= limit and self._by_tenant[tenant] + size <= share
-
-    def add(self, tenant: str, size: int) -> None:
-        self.total += size
-        self._by_tenant[tenant] += size
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
-
-
-class BodyAccount:
-    """What one request holds of a budget: the pieces of its body, and of a large answer to it."""
-
-    __slots__ = ("_answer", "_body", "_budget", "_collected", "tenant")
+    __slots__ = ("_answer", "_body", "_budget", "_collected", "data", "fields", "tenant")
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
+        self.data = b""
+        self.fields: Mapping[str, Any] = {}
         self._body = self._answer = self._collected = 0
 
-    def __enter__(self) -> BodyAccount:
+    def __enter__(self) -> RequestBody:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -114,19 +99,23 @@ class BodyAccount:
         if self._answer:
             self.hold(-self._answer, answer=True)
 
-    def __call__(self, size: int) -> None:
-        """Take room for a piece of the body. Raises `OverloadedError` if there is none."""
-        if not self._budget.has_room(self.tenant, size):
+    def release(self) -> None:
+        """Drop the body, which is not needed any more: an answer can take minutes."""
+        self.data, self.fields = b"", {}
+
+    def take(self, size: int) -> None:
+        """Take room for `size` bytes of the body. Raises `OverloadedError` if there is none."""
+        if not self._budget.memory.has_room(self.tenant, size):
             raise OverloadedError("too many large requests are being answered already (server.max_body_memory)")
         self.hold(size)
 
     def counting(self, receive: Receive) -> Receive:
-        """`receive` that takes room for each piece of the body as it comes, whoever asks for it."""
+        """`receive` that takes room for each piece of the body as it comes."""
 
         async def counted() -> Message:
             message = await receive()
             if body := message.get("body"):
-                self(len(body))
+                self.take(len(body))
             return message
 
         return counted
@@ -135,15 +124,16 @@ class BodyAccount:
         """Take room for `size` bytes of an answer, and wait for it if need be. Raises `AnswerMemoryError` if there is
         none in time.
         """
-        if size > self._budget.share(self._budget.answer_limit):
+        if size > self._budget.answers.share:
             raise AnswerMemoryError("the answer is larger than the memory for answers (server.max_body_memory)")
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self._budget.wait(self, size)
+                await self._budget.wait(self.tenant, size)
         except TimeoutError:
             raise AnswerMemoryError(
                 "too many large answers are being sent already (server.max_body_memory); try again later"
             ) from None
+        self.hold(size, answer=True)
 
     async def grow(self, size: int) -> None:
         """Have room for `size` bytes more of an answer, of which the first 64 KiB need none. Raises as `wait_for`."""
@@ -152,14 +142,13 @@ class BodyAccount:
         if missing > 0:
             await self.wait_for(-(-missing // INLINE_BYTES) * INLINE_BYTES)  # seldom, however small its pieces are
 
-    @property
-    def answer(self) -> int:
-        """The bytes that are held of the answer."""
-        return self._answer
+    async def work(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on the body, in a thread if the body is large."""
+        return await self._budget.run(self.tenant, self._body, function, *arguments)
 
-    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """As `BodyBudget.run`, for this request's tenant."""
-        return await self._budget.run(self.tenant, size, function, *arguments)
+    async def work_on_answer(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> T:
+        """The result of work on an answer of `size` bytes, or of as many as are held of it."""
+        return await self._budget.run(self.tenant, self._answer if size is None else size, function, *arguments)
 
     def hold(self, size: int, *, answer: bool = False) -> None:
         """Hold `size` bytes more, or fewer if it is negative, without asking whether there is room."""

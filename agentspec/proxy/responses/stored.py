@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -22,18 +24,20 @@ from agentspec.protocol.requests import MAX_MESSAGES
 from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import encode
 from agentspec.proxy.admission import Deadline, until_disconnect
-from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.endpoint import GenerationEndpoint
-from agentspec.proxy.forwarding import Arrival, pass_through, request_headers
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.api import json_response, respond
+from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.body.kept_names import refuse_what_others_keep
+from agentspec.proxy.forwarding import forward
 from agentspec.proxy.logs import logger
-from agentspec.proxy.request_record import RequestRecord
-from agentspec.proxy.responses.upstreams import ResponsesInspector
-from agentspec.proxy.streaming import json_response, respond
-from agentspec.runtime import Runtime
+from agentspec.proxy.request_context import RequestContext
+from agentspec.proxy.responses.upstreams import IdWatch, ResponsesInspector
+from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 
 if TYPE_CHECKING:
     from agentspec.cache.side_stores import ResponseStore
+    from agentspec.proxy.endpoint import Services
 
 T = TypeVar("T")
 
@@ -125,6 +129,28 @@ class Keeper:
             wanted = stored.previous
         return History([item for link in reversed(links) for item in link], size)
 
+    async def follow(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, *, several: bool) -> None:
+        """Have the tenant of a response that the upstream of the route stores noted once its id comes.
+
+        With `several` tenants, raises `ResponseNotFoundError` if the request continues a response that its tenant did
+        not get there, and `InvalidRequestError` for what another tenant may have stored.
+        """
+        fields, backend = body.fields, context.route.backend_name
+        if several:
+            refuse_what_others_keep(fields)
+            if (previous := fields.get("previous_response_id")) is not None:
+                stored = await self.get(context.tenant, str(previous), "previous_response_id")
+                if stored.backend != backend:
+                    raise not_found(str(previous), "previous_response_id")
+        if not context.store or fields.get("store") is False:
+            return
+
+        async def found(id: str) -> None:
+            if self.stores:
+                await self.put(StoredResponse(id, context.tenant, time.time(), context.session, backend=backend))
+
+        answer.watch = IdWatch(found)
+
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
 
@@ -149,73 +175,62 @@ def _key(id: str) -> str:
 class StoredRoute:
     """`GET` and `DELETE` of one stored response, as an ASGI application."""
 
-    endpoint: GenerationEndpoint
-    keeper: Keeper
+    services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = RequestRecord.of(scope)
-        async with until_disconnect(receive), self.endpoint.limiter.enter(record.tenant):
-            deadline = self.endpoint.deadlines.start(self.endpoint.settings.request_timeout)
-            await self._admitted(Request(scope), record, send, deadline)
+        answer, services = RequestAnswer.of(scope), self.services
+        async with until_disconnect(receive), services.slots.enter(answer.tenant):
+            deadline = services.deadlines.start(services.settings.request_timeout)
+            id = scope["path_params"]["id"]
+            async with deadline.limit():
+                stored = await self._find(answer.tenant, id)
+                if stored.backend is None:
+                    found = await self._body(Request(scope), stored)
+            if stored.backend is None:
+                await respond(answer, json_response(found))
+            else:
+                await self._forward(scope, answer, stored, deadline)
 
-    async def _admitted(self, request: Request, record: RequestRecord, send: Send, deadline: Deadline) -> None:
-        id = request.path_params["id"]
-        if not is_id(id):
-            raise not_found(id, "id")
-        async with deadline.limit():
-            stored = await self._find(record, id)
-            body = await self._body(request, record, stored) if stored.backend is None else {}
-        if stored.backend is None:
-            await respond(send, json_response(body))
-        else:
-            await self._forward(request, send, stored, deadline)
-
-    async def _find(self, record: RequestRecord, id: str) -> StoredResponse:
-        """The tenant's response. One that is unknown here may be kept at the sole upstream of a sole tenant."""
+    async def _find(self, tenant: str, id: str) -> StoredResponse:
+        """The tenant's response. One that is unknown here may be stored at the sole upstream of a sole tenant."""
+        services = self.services
         try:
-            return await self.keeper.get(record.tenant, id)
+            return await services.keeper.get(tenant, id)
         except ResponseNotFoundError:
-            backends = self.endpoint.ready().backends()
+            backends = services.ready().backends()
             upstreams = [name for name, backend in backends.items() if isinstance(backend, OpenAIBackend)]
-            if self.endpoint.several_tenants or len(upstreams) != 1:
+            if not is_id(id) or services.several_tenants or len(upstreams) != 1:
                 raise
-            return StoredResponse(id, record.tenant, 0.0, backend=upstreams[0])
+            return StoredResponse(id, tenant, 0.0, backend=upstreams[0])
 
-    async def _forward(self, request: Request, send: Send, stored: StoredResponse, deadline: Deadline) -> None:
-        """Let the upstream that keeps the response answer."""
-        backend = self.endpoint.ready().backends().get(stored.backend or "")
-        if backend is None or not isinstance(backend, OpenAIBackend):
-            raise not_found(stored.id, "id")
-        check_head(request.scope)
-        record = RequestRecord.of(request.scope)
-        async with deadline.limit():
-            if not await backend.has_route(RESPONSES, request_headers(request.scope, record)):
-                raise not_found(stored.id, "id")
-        path = f"{RESPONSES}/{quote(stored.id, safe='')}"
-        if request.method == "DELETE" and self.keeper.stores:
-            send = self._discarding(send, record.tenant, stored.id)
-        # The answer to HEAD has a length and no body to wait for; our own server leaves that of GET out.
-        inspector, method = ResponsesInspector(), "GET" if request.method == "HEAD" else request.method
-        with self.endpoint.budget.account(record.tenant) as account:
-            arrival = Arrival(request.scope, send, deadline, account)
-            await pass_through(arrival, backend, path, b"", inspector, method=method)
-
-    def _discarding(self, send: Send, tenant: str, id: str) -> Send:
-        """Wrap `send` to forget whose the response was before the client is told that it is gone."""
-
-        async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] < 400:
-                await self.keeper.discard(tenant, id)
-            await send(message)
-
-        return watched
-
-    async def _body(self, request: Request, record: RequestRecord, stored: StoredResponse) -> Mapping[str, Any]:
+    async def _body(self, request: Request, stored: StoredResponse) -> Mapping[str, Any]:
         _refuse_query(request.query_params)
         if request.method != "DELETE":
             return stored.response
-        await self.keeper.delete(record.tenant, stored.id)
+        await self.services.keeper.delete(stored.tenant, stored.id)
         return {"id": stored.id, "object": "response", "deleted": True}
+
+    async def _forward(self, scope: Scope, answer: RequestAnswer, stored: StoredResponse, deadline: Deadline) -> None:
+        """Let the upstream that stores the response answer."""
+        services, name = self.services, stored.backend or ""
+        backend = services.ready().backends().get(name)
+        if not isinstance(backend, OpenAIBackend):
+            raise not_found(stored.id, "id")
+        route = Route(name, backend, "")
+        context = RequestContext.of(scope, {}, answer, api=RESPONSES, deadline=deadline, route=route)
+        async with deadline.limit():
+            if not await backend.has_route(RESPONSES, context.headers):
+                raise not_found(stored.id, "id")
+        if context.method == "DELETE" and services.keeper.stores:
+            answer.watch = partial(self._discard, stored)
+        path = f"{RESPONSES}/{quote(stored.id, safe='')}"
+        with services.budget.body(answer.tenant) as body:
+            await forward(context, body, answer, ResponsesInspector(), b"", path=path)
+
+    async def _discard(self, stored: StoredResponse, message: Message) -> None:
+        """Forget the response's tenant before the client reads that the response is gone."""
+        if message["type"] == "http.response.start" and message["status"] < 400:
+            await self.services.keeper.discard(stored.tenant, stored.id)
 
 
 def _refuse_query(query: QueryParams) -> None:

@@ -1,4 +1,4 @@
-"""What the gateway must know of responses that upstreams write and keep: their ids, their counts, whose they are."""
+"""What the gateway must know of responses that upstreams write and store: their ids, their counts, their tenants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Message
 
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
@@ -43,8 +43,8 @@ class ResponsesInspector(Inspector):
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The API's `error` event, with the number that comes next."""
         body = json.loads(without_account(error_response(error, request_id).body))["error"]
-        told = {"type": "error", "code": body.get("code"), "message": body["message"], "param": body.get("param")}
-        return named_event("error", encode({**told, "sequence_number": self._number + 1}))
+        event = {"type": "error", "code": body.get("code"), "message": body["message"], "param": body.get("param")}
+        return named_event("error", encode({**event, "sequence_number": self._number + 1}))
 
     def read_event(self, event: Mapping[str, Any]) -> None:
         kind, response = event.get("type"), event.get("response")
@@ -59,29 +59,28 @@ class ResponsesInspector(Inspector):
 Found = Callable[[str], Awaitable[None]]
 
 
-def telling_id(send: Send, found: Found) -> Send:
-    """Wrap `send` to call `found` with the id of the response that is sent, before anything with that id is sent.
+class IdWatch:
+    """Calls `found` with the id of the response that is sent, before anything with that id is sent.
 
     The id is the response's own member, in its JSON or in one of the first events of its stream: what a client wrote
     comes back in others.
     """
-    decoder: SseDecoder | None = None
-    left = 0  # bytes in which the id must come
 
-    async def watched(message: Message) -> None:
-        nonlocal decoder, left
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._decoder: SseDecoder | None = None
+        self._left = 0  # bytes in which the id must come
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] < 400:
             kind = dict(message["headers"]).get(b"content-type", b"")  # upstreams do not stream whatever is asked for
-            decoder = SseDecoder() if kind.lower().startswith(b"text/event-stream") else None
-            left = _FIRST_EVENTS
-        elif left > 0:
-            id = next(_ids_in(message["body"], decoder), None)
-            left = 0 if id or decoder is None else left - len(message["body"])
+            self._decoder = SseDecoder() if kind.lower().startswith(b"text/event-stream") else None
+            self._left = _FIRST_EVENTS
+        elif self._left > 0:
+            id = next(_ids_in(message["body"], self._decoder), None)
+            self._left = 0 if id or self._decoder is None else self._left - len(message["body"])
             if id:
-                await found(id)
-        await send(message)
-
-    return watched
+                await self._found(id)
 
 
 def _ids_in(data: bytes, decoder: SseDecoder | None) -> Iterator[str]:

@@ -13,9 +13,12 @@ from pydantic import BeforeValidator
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.amounts import check_amounts, check_characters
-from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
-from agentspec.proxy.streaming import json_response, respond
+from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.endpoint import GatewayEndpoint
+from agentspec.proxy.request_context import RequestContext
 from agentspec.types import Delta, Usage
 
 if TYPE_CHECKING:
@@ -45,31 +48,31 @@ class _EmbeddingBody(Body):
 
 
 @dataclass(slots=True)
-class EmbeddingsEndpoint(GenerationEndpoint):
+class EmbeddingsEndpoint(GatewayEndpoint):
     """Answers as OpenAI does, in `float` or `base64`. A text that is too long is refused, unless it may be cut."""
 
-    async def _respond(self, exchange: Exchange) -> None:
-        backend = exchange.route.backend
+    async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
+        backend = context.route.backend
         if isinstance(backend, OpenAIBackend):
-            await self._forward(exchange, backend)
+            await super(EmbeddingsEndpoint, self).respond(context, body, answer)  # slots make the class another object
             return
         if not _embeds_here(backend):
             needed = 'ask a backend with kind = "encoder", or an upstream that has them'
-            message = f"the model {exchange.record.model!r} does not answer {self.path}; {needed}"
+            message = f"the model {answer.model!r} does not answer {self.path}; {needed}"
             raise InvalidRequestError(message, param="model")
-        check_amounts(exchange.fields, self.path, self.settings)
-        body = _EmbeddingBody.parse(exchange.fields)
-        texts = body.input
+        check_amounts(body.fields, self.path, self.services.settings)
+        asked = _EmbeddingBody.parse(body.fields)
+        texts = asked.input
         if texts is None:
             raise InvalidRequestError("input is missing", param="input")
-        _check_dimensions(body.dimensions, backend.dimensions)
-        async with exchange.deadline.limit():
-            counts = await _counted(backend, body, texts)
-            vectors = await backend.embed(texts, exchange.route.upstream_model, exchange.record.tenant)
-        exchange.record.read(Delta(usage=Usage(prompt_tokens=sum(counts))))
+        _check_dimensions(asked.dimensions, backend.dimensions)
+        async with context.deadline.limit():
+            counts = await _counted(backend, asked, texts)
+            vectors = await backend.embed(texts, context.route.upstream_model, context.tenant)
+        answer.count(Delta(usage=Usage(prompt_tokens=sum(counts))))
         size = FLOAT_BYTES * sum(map(len, vectors))
-        whole = await exchange.account.run(size, lambda: json_response(_answer(body, vectors, sum(counts))))
-        await respond(exchange.send, whole)
+        whole = await body.work_on_answer(lambda: json_response(_answer(asked, vectors, sum(counts))), size=size)
+        await respond(answer, whole)
 
 
 def _embeds_here(backend: object) -> TypeGuard[EncoderBackend]:

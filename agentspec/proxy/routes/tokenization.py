@@ -14,13 +14,16 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.validation import Body, Text, TokenIds
 from agentspec.protocol.wire import encode
+from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.api import respond
 from agentspec.proxy.body.amounts import check_amounts, check_characters
-from agentspec.proxy.body.upstream_fields import check_head
-from agentspec.proxy.endpoint import Exchange, GenerationEndpoint
+from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.endpoint import GatewayEndpoint
 from agentspec.proxy.forwarding import StreamInspector
-from agentspec.proxy.streaming import respond
+from agentspec.proxy.request_context import RequestContext
+from agentspec.runtime import Route
 
-# Fields of a chat that shape its prompt, beside its messages.
+# Fields of a chat that shape its prompt, besides its messages.
 _SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
 _OF_CHAT = ("model", "messages", *_SHAPING)
 
@@ -43,33 +46,36 @@ class _DetokenizeBody(Body):
 
 
 @dataclass(slots=True)
-class TokenizationEndpoint(GenerationEndpoint):
+class TokenizationEndpoint(GatewayEndpoint):
     """Tokens of a prompt, or of a chat's prompt; or the text of tokens. A strategy's are those of its base model."""
 
     root: ClassVar[str] = ""
     generates: ClassVar[bool] = False
 
-    async def _respond(self, exchange: Exchange) -> None:
-        asked = exchange.route
-        route = asked if isinstance(asked.backend, OpenAIBackend) else await self._base_of(exchange.fields["model"])
-        backend = route.backend
+    def _route(self, fields: Mapping[str, Any], strategy: str | None, answer: RequestAnswer) -> Route:
+        asked = super(TokenizationEndpoint, self)._route(
+            fields, strategy, answer
+        )  # slots make the class another object
+        return asked if isinstance(asked.backend, OpenAIBackend) else self.services.runtime.base_of(fields["model"])
+
+    async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
+        backend = context.route.backend
         if isinstance(backend, OpenAIBackend):
-            check_head(exchange.scope)
-            await self._run(exchange, self._check, exchange.fields, backend)
-            await self._pass_on(exchange, backend, route.upstream_model, StreamInspector(0), above=True)
+            await self.check(context, body)
+            await self.pass_on(context, body, answer, StreamInspector(0), above=True)
             return
         side = tokenization_of(backend)
         if side is None:
-            raise InvalidRequestError(f"the model {exchange.record.model!r} shows no tokenizer", param="model")
-        check_amounts(exchange.fields, self.path, self.settings)
-        async with exchange.deadline.limit():
+            raise InvalidRequestError(f"the model {answer.model!r} shows no tokenizer", param="model")
+        check_amounts(body.fields, self.path, self.services.settings)
+        async with context.deadline.limit():
             if self.path == TOKENIZE:
                 length = backend.capabilities.context_length
-                answer = {**await self._tokenize(side, exchange.fields, length), "max_model_len": length}
+                found = {**await self._tokenize(side, body.fields, length), "max_model_len": length}
             else:
-                answer = await self._detokenize(side, exchange.fields)
-        encoded = await self._run(exchange, encode, answer)  # token ids take longer to write than their text to read
-        await respond(exchange.send, Response(encoded, media_type="application/json"))
+                found = await self._detokenize(side, body.fields)
+        encoded = await body.work(encode, found)  # token ids take longer to write than their text to read
+        await respond(answer, Response(encoded, media_type="application/json"))
 
     async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any], length: int | None) -> dict[str, Any]:
         body = _TokenizeBody.parse(fields)
@@ -103,7 +109,7 @@ class TokenizationEndpoint(GenerationEndpoint):
 
 
 def _refuse_of_chat(body: _TokenizeBody) -> None:
-    """Raise `InvalidRequestError` for a field that shapes a chat's prompt beside a prompt that is whole already."""
+    """Raise `InvalidRequestError` for a field that shapes a chat's prompt, next to a prompt that is whole already."""
     for name in _SHAPING:
         if getattr(body, name) not in (None, []):
             raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)

@@ -90,10 +90,3 @@ def test_prompts_and_inputs_are_counted() -> None:
     ):
         with pytest.raises(InvalidRequestError, match="more than"):
             check(fields, path)
-
-
-def test_usual_requests_pass_and_settings_decide() -> None:
-    check(
-        {"n": 8, "max_tokens": 4096, "top_logprobs": 20, "logprobs": True, "stop": "x", "max_completion_tokens": None}
-    )
-    check({"n": 16, "max_tokens": 10**6}, max_output_tokens=10**6)

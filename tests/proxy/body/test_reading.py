@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from agentspec.errors import InvalidRequestError, RequestTooLargeError
+from agentspec.errors import AgentSpecError, InvalidRequestError, RequestTooLargeError
 from agentspec.proxy.body.reading import MAX_DEPTH, MOST, parse_object, read_body, set_values
 
 DECLARED = {"content-type": "application/json"}
@@ -37,23 +37,34 @@ async def test_a_body_in_parts() -> None:
     assert await read_body(Headers(DECLARED), receive, 3) == b"abc"
 
 
+JSON_TYPE, PLAIN = ("content-type", "application/json"), ("content-encoding", "identity")
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "refused"),
     [
-        *({"content-length": length} for length in ("2", "2 ", "\t2")),
-        {"content-type": "Application/JSON; charset=utf-8"},
+        *(([JSON_TYPE, ("content-length", length)], None) for length in ("2", "2 ", "\t2")),
+        ([("content-type", "Application/JSON; charset=utf-8")], None),
+        *(([JSON_TYPE, ("content-length", length)], "larger") for length in ("4", "9" * 26, "-1", "x", "")),
+        *(([("content-type", kind)], "Content-Type") for kind in ("text/plain", "multipart/form-data")),
+        ([], "Content-Type"),
+        ([JSON_TYPE, ("content-encoding", "gzip")], "Content-Encoding"),
+        *(([("content-type", f"application/json; charset={name}")], "UTF-8")
+          for name in ("utf-7", "utf-16", "utf-8; charset=utf-16", "'utf-8'")),
+        *(([JSON_TYPE, PLAIN, second], "Content-")
+          for second in (("content-type", "text/plain"), JSON_TYPE, ("content-encoding", "gzip"))),
     ],
-)
-async def test_blanks_case_and_charset_do_not_count(headers: dict[str, str]) -> None:
-    assert await read_body(Headers({**DECLARED, **headers}), receiver(part(b"{}")), 3) == b"{}"
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("length", ["4", "99999999999999999999999999", "-1", "x", ""])
-async def test_a_declared_length_is_refused_unread(length: str) -> None:
-    with pytest.raises(RequestTooLargeError):
-        await read_body(Headers({**DECLARED, "content-length": length}), receiver(), 3)
+)  # fmt: skip
+async def test_a_head_declares_plain_json_of_a_length_within_the_limit(
+    headers: list[tuple[str, str]], refused: str | None
+) -> None:
+    given = Headers(raw=[(name.encode(), value.encode()) for name, value in headers])
+    if refused is None:
+        assert await read_body(given, receiver(part(b"{}")), 3) == b"{}"
+        return
+    with pytest.raises(AgentSpecError, match=refused):
+        await read_body(given, receiver(part(b"{}")), 3)
 
 
 @pytest.mark.anyio
@@ -67,40 +78,6 @@ async def test_an_undeclared_length_is_refused_at_the_limit() -> None:
 async def test_a_client_that_leaves() -> None:
     with pytest.raises(ClientDisconnect):
         await read_body(Headers(DECLARED), receiver(part(b"x", True), {"type": "http.disconnect"}), 3)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"content-type": "text/plain"},
-        {**DECLARED, "content-encoding": "gzip"},
-        {"content-type": "multipart/form-data"},
-    ],
-)
-async def test_other_types_and_encodings_are_refused(headers: dict[str, str]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"Content-(Type|Encoding)"):
-        await read_body(Headers(headers), receiver(part(b"{}")), 3)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("charset", ["utf-7", "utf-16", "utf-8; charset=utf-16", "'utf-8'"])
-async def test_other_charsets_are_refused(charset: str) -> None:
-    headers = Headers({"content-type": f"application/json; charset={charset}"})
-    with pytest.raises(InvalidRequestError, match="UTF-8"):
-        await read_body(headers, receiver(part(b"{}")), 3)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    "second",
-    [(b"content-type", b"text/plain"), (b"content-type", b"application/json"), (b"content-encoding", b"gzip")],
-)
-async def test_a_second_header_is_no_way_around(second: tuple[bytes, bytes]) -> None:
-    first = [(b"content-type", b"application/json"), (b"content-encoding", b"identity")]
-    with pytest.raises(InvalidRequestError, match=r"Content-(Type|Encoding)"):
-        await read_body(Headers(raw=[*first, second]), receiver(part(b"{}")), 3)
 
 
 MAX_CONTAINERS, MAX_MEMBERS, MAX_COMMAS = MOST.values()

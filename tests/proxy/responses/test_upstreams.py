@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy.app import create_app
-from agentspec.proxy.messages import translation
+from agentspec.proxy.completions import translation
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings

@@ -34,15 +34,6 @@ def test_a_chat_has_the_tokens_that_its_answer_reports(url: str) -> None:
     assert post(url, "/v1/chat/completions", max_tokens=1, **chat).json()["usage"]["prompt_tokens"] == counted
 
 
-def test_the_marks_of_a_chat_come_back(url: str) -> None:
-    chat = {"messages": [{"role": "user", "content": "hi"}]}
-    answer = post(url, "/tokenize", **chat).json()
-    prompt = post(url, "/detokenize", tokens=answer["tokens"]).json()["prompt"]
-    assert "<|user|>" in prompt
-    again = post(url, "/tokenize", prompt=prompt, add_special_tokens=False).json()
-    assert again["tokens"] == answer["tokens"]
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

@@ -1,0 +1,190 @@
+"""What the gateway must know of an API to answer its requests, and how the answers are sent: as JSON, or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import orjson
+from starlette.responses import Response
+
+from agentspec.backends.base import CHAT
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.responses import Accumulator, ResponseWriter, obfuscated
+from agentspec.protocol.wire import DONE, encode, event, named_event
+from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
+from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.errors import error_event
+from agentspec.proxy.request_context import RequestContext
+from agentspec.types import Delta, GenerateRequest
+
+if TYPE_CHECKING:
+    from agentspec.cache.stored import StoredResponse
+    from agentspec.proxy.forwarding import Inspector
+    from agentspec.proxy.responses.stored import Keeper
+
+Fields = Mapping[str, Any]
+History = Sequence[dict[str, Any]]
+"""The items of the stored answers that a request continues, oldest first."""
+
+
+class AnswerWriter:
+    """Writes one answer in the form of its API: the events of a stream, or `body` after `add` for each delta.
+
+    `headers` are those of the answer; `holds_answer`: a stream's last event has the whole answer again. This one writes
+    by a `ResponseWriter` of `protocol/`, in OpenAI's events; another API overrides what is different.
+    """
+
+    holds_answer: ClassVar[bool] = False
+    named: ClassVar[bool] = False
+    """Whether an event is named by the type of its chunk."""
+    end: ClassVar[bytes] = DONE
+    """What ends a stream, also one that failed."""
+
+    def __init__(self, writer: ResponseWriter, headers: Mapping[str, str] | None = None) -> None:
+        self.headers = headers or {}
+        self._writer = writer
+        self._encode = obfuscated if writer.format.obfuscation else encode
+        self._answer = Accumulator()
+
+    def add(self, delta: Delta) -> None:
+        self._answer.add(delta)
+
+    def body(self) -> dict[str, Any]:
+        return self._writer.body(self._answer)
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        for chunk in self._writer.chunks(delta):
+            yield self._event(chunk)
+
+    def close(self) -> Iterable[bytes]:
+        """The events after the last delta, before the answer is stored. Also called for a whole answer."""
+        return ()
+
+    def to_store(self, context: RequestContext, seconds: float) -> StoredResponse | None:
+        """The answer as it is stored, if it is; `seconds` is the time since its request came."""
+        return None
+
+    def stored(self, done: bool) -> None:
+        """Note whether it was stored."""
+
+    def last(self) -> Iterable[bytes]:
+        return [self.end] if self.end else []
+
+    def failure(self, error: Exception, request_id: str) -> Iterable[bytes]:
+        """The events that end a stream which `error` broke off."""
+        return [self.error_event(error, request_id), *self.last()]
+
+    def own_name(self, param: str) -> str:
+        """The name in the request of the field that errors of the backend call `param`."""
+        return param
+
+    def error_event(self, error: Exception, request_id: str) -> bytes:
+        return error_event(error, request_id)
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        data = self._encode(chunk)
+        return named_event(chunk["type"], data) if self.named else event(data)
+
+
+Parse = Callable[[Fields, RequestContext, History], tuple[Sequence[GenerateRequest], AnswerWriter]]
+Translate = Callable[[Fields, RequestContext, History, bool], tuple[Fields, AnswerWriter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API. `path` stands below /v1; a backend of this process answers it if it answers `needs`.
+
+    `parse` reads a body's fields for such a backend: requests whose answers are written as one, and the writer.
+    `translate` reads them as a chat for an upstream without the route, where another argument says whether its server
+    applies a chat template; None for APIs that every upstream has. `inspector` follows a stream of an upstream that has
+    the route. `keeps_answers`: answers are stored, and requests continue them.
+    """
+
+    path: str
+    parse: Parse
+    inspector: Callable[[Fields], Inspector]
+    translate: Translate | None = None
+    needs: str = CHAT
+    keeps_answers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Sends the answer to one request in the form that `writer` gives it, and stores it if it is to be."""
+
+    writer: AnswerWriter
+    context: RequestContext
+    body: RequestBody
+    answer: RequestAnswer
+    keeper: Keeper
+
+    async def send(self, deltas: AsyncGenerator[Delta]) -> None:
+        """Send the answer that `deltas` are.
+
+        An error before the first delta is raised and gets its own HTTP status; a later one ends a stream with an event.
+        """
+        answer, writer, stream = self.answer, self.writer, self.context.stream
+        answer.stream, answer.response_headers = stream, {**answer.response_headers, **writer.headers}
+        try:
+            async with aclosing(deltas):
+                await (self._send_events(deltas) if stream else self._send_whole(deltas))
+        except InvalidRequestError as error:
+            error.param = error.param and writer.own_name(error.param)
+            raise
+
+    async def _send_whole(self, deltas: AsyncGenerator[Delta]) -> None:
+        body, writer = self.body, self.writer
+        async with self.context.deadline.limit():
+            async for delta in deltas:
+                await body.grow(delta.size)
+                self.answer.add(delta)
+                writer.add(delta)
+        for _ in writer.close():
+            pass
+        await self._store()
+        await respond(self.answer, await body.work_on_answer(lambda: json_response(writer.body())))
+
+    async def _send_events(self, deltas: AsyncGenerator[Delta]) -> None:
+        answer, writer, limit = self.answer, self.writer, self.context.deadline.limit
+        async with limit():
+            delta: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
+        await answer.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            async with limit():
+                while delta is not None:
+                    if writer.holds_answer:
+                        await self.body.grow(delta.size)
+                    answer.add(delta)
+                    for event in writer.events(delta):
+                        await answer.send(piece(event))
+                    delta = await anext(deltas, None)
+            closing = [*writer.close()]
+            await self._store()
+            for event in [*closing, *writer.last()]:
+                await answer.send(piece(event))
+        except Exception as error:
+            answer.interrupt(error)
+            for event in writer.failure(error, answer.request_id):
+                await answer.send(piece(event))
+        await answer.send({"type": "http.response.body", "body": b""})
+
+    async def _store(self) -> None:
+        if (response := self.writer.to_store(self.context, self.answer.seconds)) is not None:
+            self.writer.stored(await self.keeper.put(response))
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """`value` as compact JSON. A thread may make it: orjson holds the interpreter's lock for a tenth of json's time."""
+    try:
+        content = orjson.dumps(value)
+    except TypeError:  # a lone surrogate, or an integer above 64 bits
+        content = encode(value)
+    return Response(content, status, media_type="application/json")
+
+
+async def respond(answer: RequestAnswer, response: Response) -> None:
+    await answer.send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await answer.send({"type": "http.response.body", "body": response.body})

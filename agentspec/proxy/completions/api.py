@@ -1,0 +1,50 @@
+"""The rows of OpenAI's chat completions and text completions, which every upstream has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentspec.backends.base import CHAT, COMPLETIONS
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.completions import CompletionWriter, parse_completion
+from agentspec.protocol.requests import parse_chat
+from agentspec.protocol.responses import ChatWriter
+from agentspec.proxy.api import AnswerWriter, Api, Fields, History
+from agentspec.proxy.completions.prompts import several_prompts
+from agentspec.proxy.forwarding import StreamInspector, expected_choices
+from agentspec.proxy.request_context import RequestContext
+from agentspec.types import MAX_CHOICES, GenerateRequest
+
+Parsed = tuple[Sequence[GenerateRequest], AnswerWriter]
+
+
+def _parse_chat(fields: Fields, context: RequestContext, history: History) -> Parsed:
+    request, form = parse_chat(fields)
+    return [request], AnswerWriter(ChatWriter(request, form))
+
+
+def _parse_completions(fields: Fields, context: RequestContext, history: History) -> Parsed:
+    """One request for each prompt. Choices come in the order of the prompts, `n` for each."""
+    prompts = several_prompts(fields.get("prompt"))
+    if prompts is None:
+        request, form = parse_completion(fields)
+        return [request], AnswerWriter(CompletionWriter(request, form))
+    parsed = [parse_completion({**fields, "prompt": prompt}) for prompt in prompts]
+    first, form = parsed[0]
+    per_prompt = first.sampling.n
+    count = len(prompts) * per_prompt
+    if count > MAX_CHOICES:
+        message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
+        raise InvalidRequestError(message, param="n")
+    whole = replace(first, sampling=replace(first.sampling, n=count))
+    return [request for request, _ in parsed], AnswerWriter(CompletionWriter(whole, form, per_prompt))
+
+
+CHATS = Api(CHAT, _parse_chat, lambda fields: StreamInspector(expected_choices(CHAT, fields)))
+TEXTS = Api(
+    COMPLETIONS,
+    _parse_completions,
+    lambda fields: StreamInspector(expected_choices(COMPLETIONS, fields)),
+    needs=COMPLETIONS,
+)

@@ -1,0 +1,92 @@
+"""The row of Anthropic's API: requests read as chats, and answers written as messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentspec.backends.base import MESSAGES
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
+from agentspec.protocol.anthropic.responses import MessagesWriter
+from agentspec.protocol.requests import parse_chat
+from agentspec.proxy.api import AnswerWriter, Api, Fields, History
+from agentspec.proxy.errors import anthropic_error_event
+from agentspec.proxy.forwarding import Inspector, read_counts
+from agentspec.proxy.request_context import RequestContext
+from agentspec.reasoning.strategy import Strategy
+from agentspec.types import Delta, GenerateRequest
+
+
+class MessagesInspector(Inspector):
+    """Follows a stream of the Messages API, which `message_stop` ends; `message_delta` has the counts so far."""
+
+    telling = re.compile(rb'"(?:message_start|message_delta|message_stop|error)"')
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._usage: dict[str, Any] = {}
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        return anthropic_error_event(error, request_id)
+
+    @property
+    def counts(self) -> Delta:
+        return read_counts({"usage": self._usage})
+
+    def read_event(self, event: Mapping[str, Any]) -> None:
+        kind, message = event.get("type"), event.get("message")
+        self.done = self.done or kind == "message_stop"
+        if kind == "error":
+            self.error = self.error or event.get("error") or kind
+        usage = event.get("usage") if kind == "message_delta" else isinstance(message, dict) and message.get("usage")
+        if isinstance(usage, dict):
+            self._usage |= {name: count for name, count in usage.items() if count is not None}
+
+
+class _Writer(AnswerWriter):
+    """Anthropic's events, of which an error is the last."""
+
+    named = True
+    end = b""
+
+    def error_event(self, error: Exception, request_id: str) -> bytes:
+        return anthropic_error_event(error, request_id)
+
+
+def _writer(fields: Fields, request: MessagesRequest) -> AnswerWriter:
+    return _Writer(MessagesWriter(fields["model"], request.bare()))
+
+
+def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], AnswerWriter]:
+    parsed = parse_messages(fields)
+    request = chat_of(parsed)
+    if parsed.stream and not isinstance(context.route.backend, Strategy):  # its prompt is counted first
+        request = replace(request, return_prompt=True)
+    return [replace(request, thinking_budget=parsed.thinking_budget)], _writer(fields, parsed)
+
+
+def chat_of(parsed: MessagesRequest) -> GenerateRequest:
+    """The request for a model of this process."""
+    return parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))[0]
+
+
+def read_for_upstream(fields: Fields, templated: bool, *, count: bool = False) -> MessagesRequest:
+    """The request as a chat for an upstream, or with `count` one to count the tokens of."""
+    parsed = parse_messages(fields, templated=templated, count=count)
+    if parsed.prefilled and not (templated or count):
+        message = "the last message must not be the assistant's: this upstream continues no message"
+        raise InvalidRequestError(message, param="messages")
+    return parsed
+
+
+def _translate(
+    fields: Fields, context: RequestContext, history: History, templated: bool
+) -> tuple[Fields, AnswerWriter]:
+    parsed = read_for_upstream(fields, templated)
+    return parsed.chat, _writer(fields, parsed)
+
+
+ANTHROPIC = Api(MESSAGES, _parse, lambda fields: MessagesInspector(), _translate)
