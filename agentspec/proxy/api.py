@@ -30,7 +30,7 @@ History = Sequence[dict[str, Any]]
 """The items of the stored answers that a request continues, oldest first."""
 
 
-class AnswerWriter:
+class ApiWriter:
     """Writes one answer in the form of its API: the events of a stream, or `body` after `add` for each delta.
 
     `headers` are those of the answer; `holds_answer`: a stream's last event has the whole answer again. This one writes
@@ -89,8 +89,8 @@ class AnswerWriter:
         return named_event(chunk["type"], data) if self.named else event(data)
 
 
-Parse = Callable[[Fields, RequestContext, History], tuple[Sequence[GenerateRequest], AnswerWriter]]
-Translate = Callable[[Fields, RequestContext, History, bool], tuple[Fields, AnswerWriter]]
+Parse = Callable[[Fields, RequestContext, History], tuple[Sequence[GenerateRequest], ApiWriter]]
+Translate = Callable[[Fields, RequestContext, History, bool], tuple[Fields, ApiWriter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Api:
 class Sending:
     """Sends the answer to one request in the form that `writer` gives it, and stores it if it is to be."""
 
-    writer: AnswerWriter
+    writer: ApiWriter
     context: RequestContext
     body: RequestBody
     answer: RequestAnswer

@@ -20,7 +20,7 @@ from agentspec.placement import prompt_blocks, scoped_call
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
 from agentspec.proxy.admission import Deadline, Deadlines, Slots, until_disconnect
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.api import AnswerWriter, Api, History, Sending
+from agentspec.proxy.api import Api, ApiWriter, History, Sending
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget, RequestBody
 from agentspec.proxy.body.kept_names import refuse_kept_names
@@ -218,7 +218,7 @@ class GenerationEndpoint(GatewayEndpoint):
 
     def _parse(
         self, fields: Mapping[str, Any], context: RequestContext, history: History, backend: Backend
-    ) -> tuple[Sequence[GenerateRequest], AnswerWriter]:
+    ) -> tuple[Sequence[GenerateRequest], ApiWriter]:
         self.check_roles(fields, backend)
         requests, writer = self.api.parse(fields, context, history)
         return [context.sign(request) for request in requests], writer

@@ -10,18 +10,18 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.completions import CompletionWriter, parse_completion
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ChatWriter
-from agentspec.proxy.api import AnswerWriter, Api, Fields, History
+from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.completions.prompts import several_prompts
 from agentspec.proxy.forwarding import StreamInspector, expected_choices
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import MAX_CHOICES, GenerateRequest
 
-Parsed = tuple[Sequence[GenerateRequest], AnswerWriter]
+Parsed = tuple[Sequence[GenerateRequest], ApiWriter]
 
 
 def _parse_chat(fields: Fields, context: RequestContext, history: History) -> Parsed:
     request, form = parse_chat(fields)
-    return [request], AnswerWriter(ChatWriter(request, form))
+    return [request], ApiWriter(ChatWriter(request, form))
 
 
 def _parse_completions(fields: Fields, context: RequestContext, history: History) -> Parsed:
@@ -29,7 +29,7 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
     prompts = several_prompts(fields.get("prompt"))
     if prompts is None:
         request, form = parse_completion(fields)
-        return [request], AnswerWriter(CompletionWriter(request, form))
+        return [request], ApiWriter(CompletionWriter(request, form))
     parsed = [parse_completion({**fields, "prompt": prompt}) for prompt in prompts]
     first, form = parsed[0]
     per_prompt = first.sampling.n
@@ -38,7 +38,7 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
         message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="n")
     whole = replace(first, sampling=replace(first.sampling, n=count))
-    return [request for request, _ in parsed], AnswerWriter(CompletionWriter(whole, form, per_prompt))
+    return [request for request, _ in parsed], ApiWriter(CompletionWriter(whole, form, per_prompt))
 
 
 CHATS = Api(CHAT, _parse_chat, lambda fields: StreamInspector(expected_choices(CHAT, fields)))

@@ -13,7 +13,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import UpstreamStatusError
 from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.api import AnswerWriter, Api, History
+from agentspec.proxy.api import Api, ApiWriter, History
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.forwarding import with_policy
 from agentspec.proxy.request_context import RequestContext
@@ -27,7 +27,7 @@ _HOSTED = ("api.openai.com", ".openai.azure.com")  # their newer models refuse `
 
 async def chat_request(
     api: Api, backend: OpenAIBackend, body: RequestBody, context: RequestContext, history: History
-) -> tuple[bytes, AnswerWriter]:
+) -> tuple[bytes, ApiWriter]:
     """The body of the chat that the upstream is asked for, with what the backend sends about the client; and what
     writes the answer in the form of `api`.
     """

@@ -12,7 +12,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.requests import parse_chat
-from agentspec.proxy.api import AnswerWriter, Api, Fields, History
+from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.errors import anthropic_error_event
 from agentspec.proxy.forwarding import Inspector, read_counts
 from agentspec.proxy.request_context import RequestContext
@@ -46,7 +46,7 @@ class MessagesInspector(Inspector):
             self._usage |= {name: count for name, count in usage.items() if count is not None}
 
 
-class _Writer(AnswerWriter):
+class _Writer(ApiWriter):
     """Anthropic's events, of which an error is the last."""
 
     named = True
@@ -56,11 +56,11 @@ class _Writer(AnswerWriter):
         return anthropic_error_event(error, request_id)
 
 
-def _writer(fields: Fields, request: MessagesRequest) -> AnswerWriter:
+def _writer(fields: Fields, request: MessagesRequest) -> ApiWriter:
     return _Writer(MessagesWriter(fields["model"], request.bare()))
 
 
-def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], AnswerWriter]:
+def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
     parsed = parse_messages(fields)
     request = chat_of(parsed)
     if parsed.stream and not isinstance(context.route.backend, Strategy):  # its prompt is counted first
@@ -82,9 +82,7 @@ def read_for_upstream(fields: Fields, templated: bool, *, count: bool = False) -
     return parsed
 
 
-def _translate(
-    fields: Fields, context: RequestContext, history: History, templated: bool
-) -> tuple[Fields, AnswerWriter]:
+def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
     parsed = read_for_upstream(fields, templated)
     return parsed.chat, _writer(fields, parsed)
 

@@ -18,7 +18,7 @@ from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_
 from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
 from agentspec.protocol.responses import obfuscated
 from agentspec.protocol.wire import encode, named_event
-from agentspec.proxy.api import AnswerWriter, Api, Fields, History
+from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_context import RequestContext
@@ -29,7 +29,7 @@ UNENFORCED = "x-agentspec-unenforced"
 """Names the fields for forms of tools' inputs that the model is sent as text, and not held to."""
 
 
-class ResponsesWriter(AnswerWriter):
+class ResponsesWriter(ApiWriter):
     """Writes a response object, or typed events, of which the last has the whole response."""
 
     holds_answer = True
@@ -106,11 +106,11 @@ def _read(fields: Fields, history: History) -> ResponsesRequest:
     return request if request.previous is None else request.continuing(history)
 
 
-def _writer(request: ResponsesRequest, context: RequestContext) -> AnswerWriter:
+def _writer(request: ResponsesRequest, context: RequestContext) -> ApiWriter:
     return ResponsesWriter(request, stored=request.store and "store" not in context.off)
 
 
-def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], AnswerWriter]:
+def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
     request = _read(fields, history)
     chat = {**request.chat, "messages": request.messages(history)}
     with _own_names(request):
@@ -118,9 +118,7 @@ def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[S
     return [parsed], _writer(request, context)
 
 
-def _translate(
-    fields: Fields, context: RequestContext, history: History, templated: bool
-) -> tuple[Fields, AnswerWriter]:
+def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
     """The request as a chat. Only servers that apply a chat template take earlier thoughts, others refuse them."""
     request = _read(fields, history)
     backend = context.route.backend
