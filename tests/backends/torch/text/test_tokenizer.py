@@ -64,15 +64,12 @@ def test_refused_messages_name_the_field(codec: TokenizerAdapter, messages: Any)
     assert caught.value.param == "messages"
 
 
-def test_a_model_without_a_template_says_what_to_do() -> None:
-    with pytest.raises(InvalidRequestError, match="completions"):
-        TokenizerAdapter(SlowTokenizer()).encode_chat([USER])
-
-
 def test_the_prompt_is_whichever_was_given(codec: TokenizerAdapter) -> None:
     assert codec.prompt(GenerateRequest("m", token_ids=(1, 2))) == [1, 2]
     assert codec.prompt(GenerateRequest("m", text="ab")) == codec.encode("ab", special=True)
     assert codec.prompt(GenerateRequest("m", messages=[USER])) == codec.encode_chat([USER])
+    with pytest.raises(InvalidRequestError, match="no chat template: use completions"):
+        TokenizerAdapter(SlowTokenizer()).encode_chat([USER])
 
 
 def test_special_tokens_are_spelled_but_not_decoded(codec: TokenizerAdapter) -> None:
@@ -225,13 +222,6 @@ def test_namespaces_are_the_engines(default_model: Any, text: ModelText) -> None
     loaded = load(TorchSettings(model=str(default_model.folder)))
     assert loaded.namespace("t") == text.namespace("t")
     assert ids_of_end(loaded.target.module.generation_config, loaded.tokenizer) == text.end_ids
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("content", [None, "", [{"type": "image_url"}]])
-def test_an_answer_without_text_is_refused(text: ModelText, content: Any) -> None:
-    with pytest.raises(InvalidRequestError):
-        text.encode([], {"role": "assistant", "content": content})
 
 
 def test_a_template_that_rewrites_the_past_is_not_read_off() -> None:
