@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load
 from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
-from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter, render, template_of, tool_format
+from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter, template_of, tool_format
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import GenerateRequest
@@ -125,7 +125,7 @@ WITH_TOOLS = (
 
 
 def rendered(tokenizer: Any, messages: Any = TALK, start: bool = True, **fields: Any) -> str:
-    return render(tokenizer, GenerateRequest("m", messages=messages, **fields), start=start, continue_final=False)
+    return TokenizerAdapter(tokenizer).render(messages, start=start, **fields)
 
 
 def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects(tokenizer_of: Any) -> None:
@@ -154,6 +154,7 @@ def test_one_that_does_not_has_them_described(byte_tokens: Any) -> None:
         {"function": {"name": "f", "arguments": ["{}"]}},
         {"function": {"name": "f", "arguments": "[" * 100_000}},
         {"function": {"name": 3, "arguments": "{}"}},
+        "no call",
     ],
 )
 def test_calls_that_are_none_are_refused(byte_tokens: Any, call: Any) -> None:
@@ -191,9 +192,8 @@ def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
 
 
 def test_a_message_that_the_template_does_not_show_cannot_be_continued(tokenizer_of: Any) -> None:
-    request = GenerateRequest("m", messages=[{"role": "assistant", "content": "so"}])
     with pytest.raises(InvalidRequestError, match="refuses these messages") as caught:
-        render(tokenizer_of("{{ messages[0].role }}"), request, start=False, continue_final=True)
+        rendered(tokenizer_of("{{ messages[0].role }}"), [ANSWER], start=False, continue_final=True)
     assert caught.value.param == "messages"
 
 
