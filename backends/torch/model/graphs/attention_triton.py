@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentspec.backends.torch.model.graphs.attention import BEGIN, COUNT, PAST, POSITIONS, SEES, SEQUENCE
+from agentspec.backends.torch.model.graphs.step_table import BEGIN, COUNT, PAST, POSITIONS, SEES, SEQUENCE
 
 _POSITIONS = tl.constexpr(POSITIONS)
 _SEQUENCE = tl.constexpr(SEQUENCE)

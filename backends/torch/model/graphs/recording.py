@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import is_device_error
-from agentspec.backends.torch.model.graphs.attention import RecordedCache, StepTable
+from agentspec.backends.torch.model.graphs.attention import RecordedCache
+from agentspec.backends.torch.model.graphs.step_table import StepTable
 from agentspec.backends.torch.model.self_check import allowed_difference, relative_difference
 from agentspec.telemetry.safe_errors import safe_message
 

@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.graphs.attention import LAYERS, StepTable, attend_plainly
+from agentspec.backends.torch.model.graphs.attention import attend_plainly
+from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
 from agentspec.backends.torch.model.norms import FusedNorm, computes_alike, fuse_norms, unfuse_norms
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
