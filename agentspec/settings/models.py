@@ -58,8 +58,10 @@ def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tu
     """Model name -> (backend name, the backend's own name for the model). That of a strategy is its base model's."""
     names = {name: (name, name) for name in given if name not in settings.backends}
     for name, model in settings.models.items():
-        strategy = isinstance(model, StrategySettings)
-        names[name] = (_plain(settings, model.base)[0], name) if strategy else _plain(settings, name)
+        if isinstance(model, StrategySettings):
+            names[name] = _plain(settings, model.base)[0], name
+        else:
+            names[name] = _plain(settings, name)
     if settings.models:
         return names
     for name, backend in settings.backends.items():
