@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from agentspec.cache.deletion import PartlyForgottenError, Scope, Selection, pause_between_looks, select
+from agentspec.cache.deletion import Scope, Selection, pause_between_looks, select
 from agentspec.cache.request import CachePool
 from agentspec.cache.tokens import SequenceRecord
-from agentspec.errors import CacheError
 from agentspec.telemetry.safe_errors import error_location
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SELDOM, _OFTEN = 3600.0, 1.0  # seconds between two looks for old sequences, at most, and where one failed
-_SETTLED, _DAY = 600.0, 86400.0  # the database's structure is checked when it was open for so long, and then daily
 
 
 class Deleter:
@@ -37,7 +35,6 @@ class Deleter:
         self._store = store
         self._retention = retention
         self._expires_at = time.monotonic()
-        self._examines_at = time.monotonic() + _SETTLED
         self._unapplied: dict[int, Scope] = {}  # deletions known of, by number
         self._listeners: list[Callable[[Scope], None]] = []
 
@@ -110,14 +107,7 @@ class Deleter:
                 self._store.secure_erase()
         finally:  # nothing outlives its term because something else fails
             if time.monotonic() >= self._expires_at:
-                self._examine()
                 self.expire()
-
-    def _examine(self) -> None:
-        """Have damage mended that no search meets, and that may hide old sequences from it."""
-        if self._store and self._store.mode == "writer" and time.monotonic() >= self._examines_at:
-            self._examines_at = time.monotonic() + _DAY
-            self._store.examine()
 
     def apply_deletions(self) -> None:
         """Delete from memory the sequences that this process or another deleted from the store."""
@@ -146,28 +136,19 @@ class Deleter:
                 _log.error("what was derived of deleted text may be left: %s", error_location(error))
 
     def _forget_stored(self, store: SequenceStore, selection: Selection, expiring: bool) -> int:
-        failure: CacheError | None = None
         with store.segments.writing():
-            try:
-                count = store.expire(selection) if expiring else store.forget(selection)
-            except PartlyForgottenError as error:  # what could be deleted goes everywhere else too
-                count, failure = error.count, error
+            if expiring and not store.holds(selection):
+                return 0
+            # First: a process that is killed in between leaves no segment with what is forgotten.
+            store.segments.invalidate(selection.scope)
+            count = store.forget(selection, rewrite=not expiring)
             self._pool.count(forgotten=count)
-            try:
-                store.segments.invalidate(selection.scope)
-            except CacheError as error:  # it stays until the writer withdraws it; this process knows none of it
-                failure = failure or error
         self.apply_deletions()
-        try:
-            store.secure_erase(rewrite=not expiring)
-        except CacheError as error:
-            failure = failure or error
+        store.secure_erase(now=True)
         if store.erasure_pending and count:
             _log.warning(
                 "deleted from %s, but bytes may be left in its files until others cease to read them", store.name
             )
-        if failure:
-            raise failure
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:

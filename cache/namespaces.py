@@ -22,7 +22,7 @@ from agentspec.types import Namespace
 if TYPE_CHECKING:
     from agentspec.cache.sync import StoreSync
 
-_AT_ONCE = 16  # so many namespaces are loaded before they are used
+AT_ONCE = 16  # so many namespaces are loaded before they are used
 TENANT_NAMESPACES = 4096  # of one tenant in memory, unless requests use more of them
 _RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
 
@@ -188,7 +188,7 @@ class NamespaceTable:
 
     def preload(self, namespace: Namespace) -> Partition | None:
         """Load a namespace before it is used, as long as there are few and memory is half empty."""
-        if self._count >= _AT_ONCE or 2 * self.sizes.total >= self.limit:
+        if self._count >= AT_ONCE or 2 * self.sizes.total >= self.limit:
             return None
         with self.entered(namespace) as partition:
             pass

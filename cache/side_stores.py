@@ -1,4 +1,4 @@
-"""What a cache stores beside its sequences: answers of the Responses API, and what agents' turns taught.
+"""What a cache stores besides its sequences: answers of the Responses API, and what agents' turns taught.
 
 It lies in `state.sqlite3` of the cache's folder, in memory, or in the cache's PostgreSQL database.
 """
@@ -17,14 +17,13 @@ import sqlalchemy as sa
 
 from agentspec.cache.deletion import ContentFilter, Scope, Selection, pause_between_looks
 from agentspec.cache.storage import deletion_log
-from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, RowWriter, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason, write_rows
 from agentspec.cache.storage.opening import prepare
 from agentspec.cache.storage.schema import Kinds, is_older, is_sound, responses, tool_turns
 from agentspec.cache.storage.sqlite import STATE, MemoryDatabase, SqliteDatabase
 from agentspec.cache.stored import (
     LARGEST_TURN,
     MOST_UNPACKED,
-    Refuses,
     StoredResponse,
     StoredTurn,
     StoreLimits,
@@ -43,9 +42,9 @@ _ROW = 512  # bytes that a row takes besides its body
 _STEP = 64  # the bounds are checked each time that a process has added 1/64 of them
 _ROOM = 16  # then 1/16 of a bound is made free, so that several processes together stay within it
 _LOOK_SECONDS = 600.0  # between two looks for what is too old, at most
-_IDS_AT_ONCE = 500  # in one statement
 _WAITING = 4096  # turns that may wait while the database cannot be written
-MOST_TURNS = 4000  # of an agent; then the older half goes
+_MOST_TURNS = 4000  # of an agent; then the older half goes
+_TOOL_TURN_BYTES = 32 << 20
 
 _KINDS: Kinds = (
     *((name, str) for name in ("id", "tenant")),
@@ -63,23 +62,13 @@ class SideStore:
     """
 
     table: sa.Table
-    what: str  # is in it, for messages
     largest: int  # bytes of a body; one that says it is larger is damaged
 
-    def __init__(
-        self,
-        database: Database,
-        limits: StoreLimits,
-        refuses: Refuses | None = None,
-        history: deletion_log.KnownDeletions | None = None,
-        erasure: PendingErasure | None = None,
-    ) -> None:
+    def __init__(self, state: State, limits: StoreLimits) -> None:
         self.generation = 0  # changes when this process deletes rows
-        self.database = database
         self.limits = limits
-        self._refuses = refuses
-        self._history = history or deletion_log.KnownDeletions()
-        self._erasure = erasure or PendingErasure(database)
+        self._state = state
+        self._database = state.database
         self._lock = threading.Lock()
         self._added = limits.total  # bytes since the bounds were checked: the first row checks them
         self._look_at = time.monotonic()
@@ -124,7 +113,7 @@ class SideStore:
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
-        with self._named(), self.database.engine.connect() as connection:
+        with self._named(), self._database.engine.connect() as connection:
             yield connection
 
     @contextmanager
@@ -132,38 +121,38 @@ class SideStore:
         """A write transaction, committed at the end; what it deletes is erased later."""
         before = self.generation
         try:
-            with self._named(), self.database.writing() as connection:
+            with self._named(), self._database.writing() as connection:
                 yield connection
         finally:
             if self.generation != before:
-                self._erasure.mark()
+                self._state.erasure.mark()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
+        what = f"{self.table.name} in {self._database.name}"
         try:
             yield
         except FAILURES as error:
-            if self.database.is_refusal(error):
-                raise CacheError(f"{self.what} in {self.database.name} cannot hold this: {reason(error)}") from error
-            message = f"{self.what} in {self.database.name} cannot be used now: {reason(error)}"
-            raise CacheUnavailableError(message) from error
+            if self._database.is_refusal(error):
+                raise CacheError(f"{what} cannot hold this: {reason(error)}") from error
+            raise CacheUnavailableError(f"{what} cannot be used now: {reason(error)}") from error
 
     def _delete(self, connection: sa.Connection, ids: Sequence[str]) -> int:
-        return sum(self._delete_where(connection, batch) for batch in self._in_batches(ids))
+        if ids:
+            connection.execute(
+                self.table.delete().where(self.table.c.id == sa.bindparam("old")), [{"old": id} for id in ids]
+            )
+            self.generation += 1
+        return len(ids)
 
     def _delete_where(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> int:
         count = connection.execute(self.table.delete().where(*conditions)).rowcount
         self.generation += count > 0
         return count
 
-    def _in_batches(self, ids: Sequence[str]) -> Iterator[sa.ColumnElement[bool]]:
-        """Conditions that hold for rows of these ids, each for as many as a statement takes."""
-        for start in range(0, len(ids), _IDS_AT_ONCE):
-            yield self.table.c.id.in_(ids[start : start + _IDS_AT_ONCE])
-
     # Bounds.
 
-    def _keep_bounds(self, connection: sa.Connection, added: int) -> None:
+    def _enforce_bounds(self, connection: sa.Connection, added: int) -> None:
         """Called in a transaction that adds so many bytes."""
         limits, columns = self.limits, self.table.c
         with self._lock:
@@ -207,31 +196,31 @@ class SideStore:
 class ResponseStore(SideStore):
     """Stored answers."""
 
-    table, what, largest = responses, "stored responses", MOST_UNPACKED
+    table, largest = responses, MOST_UNPACKED
 
     def put(self, stored: StoredResponse) -> bool:
         """Store an answer; returns on commit. False if it is too large, if a pattern refuses its text, if it was
         forgotten meanwhile, or if another tenant has one of that id.
         """
-        body = packed(stored)
+        body, state = packed(stored), self._state
         if body is None or _ROW + len(body) > self.limits.smallest // 8:  # it would push out too many others
             return False
-        if self._refuses is not None and any(map(self._refuses, self._texts(body))):
+        if any(map(state.refuses, self._texts(body))):
             return False
         with self._writing() as connection:
             # What another process, or this one, deleted while the answer waited here must not come back.
-            deletions = deletion_log.since(connection, self._history.known(stored.since))
-            if _is_forgotten(stored, deletions, self._history.known(stored.created_at)):
+            deletions = deletion_log.since(connection, state.history.known(stored.since))
+            if _is_forgotten(stored, deletions, state.history.known(stored.created_at)):
                 return False
             connection.execute(
                 responses.delete().where(responses.c.id == stored.id, responses.c.tenant == stored.tenant)
             )
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
-            insert = self.database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
+            insert = self._database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
             if connection.execute(insert.returning(responses.c.id)).first() is None:
                 return False
-            self._keep_bounds(connection, len(body) + _ROW)
+            self._enforce_bounds(connection, len(body) + _ROW)
         return True
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
@@ -260,22 +249,21 @@ class ResponseStore(SideStore):
 class ToolTurnStore(SideStore):
     """What agents' turns taught. Turns that are put wait in memory for the next `maintain`, and count as stored."""
 
-    table, what, largest = tool_turns, "what was learned about tools", 4 * LARGEST_TURN
+    table, largest = tool_turns, 4 * LARGEST_TURN
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._rows = RowWriter(self.database, self.what)
+    def __init__(self, state: State, limits: StoreLimits) -> None:
+        super().__init__(state, limits)
         self._flushing = threading.Lock()  # taken before the other, and by one writer at a time
         self._waiting: dict[str, tuple[StoredTurn, int]] = {}  # with the last deletion that was known when it came
 
     def put(self, turn: StoredTurn) -> bool:
-        """Keep a turn; returns at once, and what is kept becomes durable soon after. False if it is refused."""
-        if self.database.closed or len(turn.body.encode("utf-8", "replace")) > LARGEST_TURN:
+        """Store a turn; returns at once, and what is put becomes durable soon after. False if it is refused."""
+        if self._database.closed or len(turn.body.encode("utf-8", "replace")) > LARGEST_TURN:
             return False
-        if self._refuses is not None and self._refuses(turn.body):
+        if self._state.refuses(turn.body):
             return False
         with self._lock:
-            self._waiting[turn.id] = turn, self._history.last
+            self._waiting[turn.id] = turn, self._state.history.last
             while len(self._waiting) > _WAITING:
                 del self._waiting[next(iter(self._waiting))]
         return True
@@ -292,9 +280,8 @@ class ToolTurnStore(SideStore):
         """Those of the agent's turns that have these ids, oldest first. Damaged ones are logged and left out."""
         known = self._waiting_of(tenant, agent)
         with self._reading() as connection:
-            mine = sa.select(tool_turns).where(*_of(tenant, agent))
-            for batch in self._in_batches(ids):
-                known |= {turn.id: turn for row in connection.execute(mine.where(batch)) for turn in self._turns(row)}
+            rows = connection.execute(sa.select(tool_turns).where(*_of(tenant, agent), tool_turns.c.id.in_(ids))).all()
+        known |= {turn.id: turn for row in rows if (turn := self._turn(row))}
         return [known[id] for id in ids if id in known]
 
     def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
@@ -321,11 +308,11 @@ class ToolTurnStore(SideStore):
                 # What a process, perhaps another, has forgotten since: they waited where it cannot see.
                 deletions = deletion_log.since(connection, min(known for _, known in waiting))
                 rows = [_row(turn) for turn, known in waiting if not _is_forgotten(turn, deletions, known)]
-                insert = self.database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
-                self._rows.execute(connection, insert, rows)
+                insert = self._database.insert(tool_turns).on_conflict_do_nothing(index_elements=["id"])
+                write_rows(self._database, connection, insert, rows)
                 self.generation += len(rows) < len(waiting)
                 self._halve_agents(connection, rows)
-                self._keep_bounds(connection, sum(len(row["body"]) + _ROW for row in rows))
+                self._enforce_bounds(connection, sum(len(row["body"]) + _ROW for row in rows))
             with self._lock:
                 for turn, _ in waiting:
                     self._waiting.pop(turn.id, None)
@@ -335,7 +322,7 @@ class ToolTurnStore(SideStore):
         for tenant, agent in {(row["tenant"], row["agent"]) for row in rows}:
             mine = _of(tenant, agent)
             count = connection.execute(sa.select(sa.func.count()).where(*mine)).scalar_one()
-            if count > MOST_TURNS:
+            if count > _MOST_TURNS:
                 older = sa.select(tool_turns.c.id).where(*mine).order_by(tool_turns.c.created_at, tool_turns.c.id)
                 self._delete(connection, connection.execute(older.limit((count + 1) // 2)).scalars().all())
 
@@ -344,16 +331,16 @@ class ToolTurnStore(SideStore):
             waiting = [turn for turn, _ in self._waiting.values()]
         return {turn.id: turn for turn in waiting if (turn.tenant, turn.agent) == (tenant, agent)}
 
-    def _turns(self, row: sa.Row[Any]) -> list[StoredTurn]:
-        """The turn of a row; none if it is damaged, which is logged."""
+    def _turn(self, row: sa.Row[Any]) -> StoredTurn | None:
+        """The turn of a row; None if it is damaged, which is logged."""
         try:
             if not is_sound(row, _KINDS):
                 raise CacheFormatError("a value is not of its column's type")
             [body] = self._texts(row.body)
-            return [StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)]
+            return StoredTurn(row.id, row.tenant, row.agent, row.session, row.created_at, body)
         except CacheFormatError as error:
             _log.warning("what was learned about tools is damaged (turn %s) and left out: %s", row.id, error)
-            return []
+            return None
 
     def _texts(self, body: bytes) -> list[str]:
         try:
@@ -382,7 +369,7 @@ def _is_forgotten(stored: StoredResponse | StoredTurn, deletions: Iterable[tuple
     """Whether one of the deletions since it was begun takes along what is about to be stored.
 
     It does by tenant and session. A search is in what was whole when it ran, before which deletion `whole` was the
-    last: what it looked for nobody knows any more, so that all of that goes.
+    last: what it looked for is known to no one any more, so that all of that goes.
     """
     return any(
         (number > whole or (isinstance(stored, StoredResponse) and not scope.searched))
@@ -392,12 +379,8 @@ def _is_forgotten(stored: StoredResponse | StoredTurn, deletions: Iterable[tuple
     )
 
 
-_TOOL_TURN_BYTES = 32 << 20
-_REWRITTEN = 512 << 20  # bytes; a larger database is not written anew when something is forgotten
-
-
 class State:
-    """Opens the state of a cache, and keeps it in order. Thread-safe.
+    """Opens the state of a cache, and maintains it. Thread-safe.
 
     Raises `CacheDamagedError` where it cannot be read, and `CacheVersionError`: what is in it cannot be made again, so
     that nothing goes on without it.
@@ -410,20 +393,19 @@ class State:
         retention: float | None = None,
         content_filter: ContentFilter | None = None,
     ) -> None:
-        self._database = _opened(store)
-        self._is_shared = store is not None and store.database is self._database
+        self.database = _opened(store)
+        self.refuses = content_filter.matches if content_filter else lambda text: False
+        self._is_shared = store is not None and store.database is self.database
         # A process that was killed may have left bytes.
         pending = store is not None and store.mode == "writer" and not self._is_shared
-        self._erasure = PendingErasure(self._database, pending=pending)
-        with self._database.engine.connect() as connection:
-            self._history = deletion_log.KnownDeletions(deletion_log.last(connection))
-        refuses = content_filter.matches if content_filter else None
+        self.erasure = PendingErasure(self.database, pending=pending)
+        with self.database.engine.connect() as connection:
+            self.history = deletion_log.KnownDeletions(deletion_log.last(connection))
         most = min(_TOOL_TURN_BYTES, limits.total // 2)
-        turns = StoreLimits(most, min(most, limits.tenant or most), retention)
-        self.responses = ResponseStore(self._database, limits, refuses, self._history, self._erasure)
-        self.tool_turns = ToolTurnStore(self._database, turns, refuses, self._history, self._erasure)
+        self.responses = ResponseStore(self, limits)
+        self.tool_turns = ToolTurnStore(self, StoreLimits(most, min(most, limits.tenant or most), retention))
         if store is not None and self._is_shared:
-            store.also_forgets += [self.responses.forget_within, self.tool_turns.forget_within]
+            store.also_forgets.append(self._forget_within)
 
     def forget(self, selection: Selection) -> None:
         """Delete and erase what the selection covers. In a shared database the deletion of the sequences does so.
@@ -433,26 +415,22 @@ class State:
         if self._is_shared:
             return
         try:
-            with self._database.writing() as connection:
+            with self.database.writing() as connection:
                 deletion_log.log(connection, selection.scope)
-                gone = self.responses.forget_within(connection, selection)
-                gone += self.tool_turns.forget_within(connection, selection)
-            if gone:
-                self._erasure.mark(rewrite=True)
+                gone = self._forget_within(connection, selection)
         except FAILURES as error:
-            raise CacheError(f"{self._database.name} cannot be changed: {reason(error)}") from error
+            raise CacheError(f"{self.database.name} cannot be changed: {reason(error)}") from error
         if gone:
-            self._erase(rewrite_within=_REWRITTEN)
+            self.erasure.mark(rewrite=True)
+            self._erase(now=True)
+
+    def _forget_within(self, connection: sa.Connection, selection: Selection) -> int:
+        return sum(store.forget_within(connection, selection) for store in (self.responses, self.tool_turns))
 
     def note_deletions(self) -> None:
         """What is stored from now on came after the deletions of before."""
-        with suppress(*FAILURES), self._database.engine.connect() as connection:  # else they count as later ones
-            self._history.note(deletion_log.last(connection))
-
-    @property
-    def erasure_pending(self) -> bool:
-        """Whether bytes of what was deleted may still be in the database."""
-        return self._erasure.is_pending
+        with suppress(*FAILURES), self.database.engine.connect() as connection:  # else they count as later ones
+            self.history.note(deletion_log.last(connection))
 
     def maintain(self) -> None:
         """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
@@ -462,17 +440,17 @@ class State:
             done.callback(self.responses.maintain)
             done.callback(self.tool_turns.maintain)
 
-    def _erase(self, rewrite_within: int = 0) -> None:
+    def _erase(self, *, now: bool = False) -> None:
         try:
-            self._erasure.finish(rewrite_within=rewrite_within)
+            self.erasure.finish(now=now)
         except FAILURES as error:
-            raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
+            raise CacheError(f"deleted, but bytes may be left in {self.database.name}: {reason(error)}") from error
 
     def close(self) -> None:
         """Write what waits, and release the database. Idempotent."""
         with ExitStack() as released:
             if not self._is_shared:
-                released.callback(self._database.close)
+                released.callback(self.database.close)
             self.tool_turns.flush()
 
 
@@ -480,15 +458,14 @@ def _opened(store: SequenceStore | None) -> Database:
     if store is None:
         database: Database = MemoryDatabase()
     elif store.folder is None:
-        database = store.database
+        return store.database  # which is open, with all tables
     else:
         database = SqliteDatabase(store.folder, file=STATE)
     try:
         database.connect()
         prepare(database)
     except BaseException as error:
-        if store is None or database is not store.database:
-            database.close()
+        database.close()
         if isinstance(error, FAILURES) and not database.is_damage(error):
             raise CacheError(f"{database.name} cannot be opened: {reason(error)}") from error
         if isinstance(error, (*FAILURES, CacheDamagedError)):

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,6 @@ MOST_UNPACKED = 64 << 20  # bytes of an answer
 LARGEST_TURN = 64 << 10  # bytes of what a turn taught
 
 _RESPONSES_AGE = 30 * 86400.0  # seconds
-
-Refuses = Callable[[str], bool]
-"""Whether a text may not be kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,6 @@ class SuffixCache:
             raise InvalidRequestError(f"session must be a string or None, not {session!r}", param="session")
         self._pool.require_open()
         chosen = namespace_of(namespace)
-        if self._store and store:
-            self._store.numbering.claim(anyhow=True)  # a follower's first: `close` waits for no disk
         partition, found = self._pool.acquire(chosen, session, tokens)
         try:
             return CacheRequest(self._pool, partition, found, tokens, store=store, decode=decode, share=share)
@@ -240,7 +238,7 @@ class SuffixCache:
         if self._store is None or self._sync is None:
             return replace(stats, store_error=self._store_error)
         found = replace(stats, **self._sync.figures())
-        return replace(found, erasure_pending=found.erasure_pending or self._opened_state().erasure_pending)
+        return replace(found, erasure_pending=found.erasure_pending or self._opened_state().erasure.is_pending)
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentspec.cache.deleter import Deleter
+from agentspec.cache.namespaces import AT_ONCE
 from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
 from agentspec.cache.storage.segments import Coverage, LoadedSegment, Segment, segment_of
@@ -27,7 +28,7 @@ _GROWN_SHARE = 1 / 4  # if they are at least this share of the namespace's token
 _CLOSING = 1 << 14  # the same for a closing process: fewer tokens are quickly read from the database
 _CLOSING_SHARE = 1 / 128
 _RETRY = 1.0  # seconds until loading is tried again after a failure
-_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment, and between two looks at all of them
+_PAUSE = 60.0  # seconds between two attempts to save a namespace's segment
 
 
 class StoreSync:
@@ -44,8 +45,6 @@ class StoreSync:
         self._started = False
         self._tried: dict[Partition, float] = {}  # segments that were to be saved within the last `_PAUSE`, and when
         self._load_at = 0.0  # when loading is tried again after the database did not answer
-        self._checked = 0  # segments hold nothing that deletions up to this number deleted
-        self._checks_at = 0.0  # the earliest that they are looked at again
         self._swept = True
 
     def disk_bytes(self) -> int:
@@ -76,11 +75,11 @@ class StoreSync:
             self._segments.sweep()
         self._store.position()
         saved = self._segments.namespaces()  # before the rows: those of a segment are committed before it is written
-        stored = self._store.namespaces()
-        for key in set(saved) - {namespace.key for namespace in stored}:
+        stored, newest = self._store.namespaces(AT_ONCE)
+        for key in set(saved) - stored:
             self._segments.delete(key)
         self._pool.namespaces.source = self
-        for namespace in reversed(stored):
+        for namespace in newest:
             if self._pool.namespaces.preload(namespace) is None:
                 break
         with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
@@ -111,7 +110,7 @@ class StoreSync:
 
     def _fill(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
         namespace, row = partition.namespace, 0
-        if self._segments.kept and not partition.shared.sequence_count:
+        if self._segments.exists and not partition.shared.sequence_count:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
             if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
                 row = loaded.segment.coverage.row
@@ -138,41 +137,24 @@ class StoreSync:
         return found[::-1]
 
     def _wanted(self, segment: Segment, room: int, reserve: Callable[[int], int]) -> bool:
-        """Whether a segment fits into `room` bytes, and they are free.
+        """Whether a segment is as the database is, fits into `room` bytes, and they are free.
 
-        A segment that holds deleted sequences is deleted and not wanted: it is left where a process
-        was killed between logging a deletion and deleting the segment.
+        One that holds rows which the database does not is deleted, and the namespace is read from the database: they
+        may be forgotten, and the segment put back, say from a backup.
         """
-        if self._holds_deleted(segment):
+        cover = segment.coverage
+        if self._store.extent(segment.namespace, until=cover.row) != (cover.rows, cover.newest):
             self._segments.delete(segment.namespace.key)
             return False
         size = segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta)
         return size <= room and reserve(size) >= size
 
-    def _holds_deleted(self, segment: Segment) -> bool:
-        """Whether a deletion may have taken rows of it along. Only where some are gone are the deletions looked at: to
-        know whose they were takes a hash for each session of the segment and each deletion.
-        """
-        if self._has_all_rows(segment):
-            return False
-        return any(segment.covers(scope) for scope in self._store.deletions_since(segment.coverage.deletion))
-
-    def _has_all_rows(self, segment: Segment) -> bool:
-        """Whether the database still holds every row that a segment covers."""
-        cover = segment.coverage
-        return self._store.extent(segment.namespace, until=cover.row) == (cover.rows, cover.newest)
-
     def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
-        """Use a segment, less the sequences deleted from the store. Returns whether it has all rows that it covers."""
-        segment, cover = loaded.segment, loaded.segment.coverage
-        meta = dict(zip(loaded.sequences, segment.meta, strict=True))
+        """Use a segment. Returns whether it has all rows that it covers."""
+        meta = dict(zip(loaded.sequences, loaded.segment.meta, strict=True))
         partition.adopt(loaded.index, meta)
         partition.saved = partition.added
-        if not self._has_all_rows(segment):
-            partition.forget(meta.keys() - self._store.numbers(segment.namespace, until=cover.row))
-            if not partition.shared.sequence_count:
-                self._segments.delete(segment.namespace.key)
-        return len(meta) == cover.rows
+        return len(meta) == loaded.segment.coverage.rows
 
     def follow(self) -> None:
         """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
@@ -188,7 +170,7 @@ class StoreSync:
     def _follow_on(self) -> None:
         """Load the next few: between two calls others, such as `flush`, take the lock."""
         with self._deleter.following:
-            self._pool.ingest(self._deleter.unexpired(self._store.poll(self._store.numbering.process)))
+            self._pool.ingest(self._deleter.unexpired(self._store.fresh()))
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""
@@ -217,25 +199,12 @@ class StoreSync:
         if not self._swept:
             self._swept = True
             self._segments.sweep()
-        self._withdraw()
         ended = [one for one, tried in self._tried.items() if time.monotonic() - tried >= _PAUSE]
         for partition in ended:
             del self._tried[partition]
         for partition in dict.fromkeys([*ended, *self._pool.namespaces.take_used()]):
             if partition not in self._tried and self._lacks(partition, _GROWN, _GROWN_SHARE):
                 self._try_to_save(partition)
-
-    def _withdraw(self) -> None:
-        """Delete segments that hold what was deleted by a process that was killed before it came to them."""
-        now = self._store.last_deletion
-        if now == self._checked or time.monotonic() < self._checks_at:
-            return
-        self._checks_at = time.monotonic() + _PAUSE
-        try:
-            self._segments.withdraw(self._holds_deleted)
-            self._checked = now
-        except (OSError, CacheError) as error:  # tried again with the next call
-            self._segments.failed("segments may still hold what is forgotten", error)
 
     def compact(self) -> int:
         """Rewrite all segments and the database; returns the bytes on disk.
@@ -246,7 +215,7 @@ class StoreSync:
             raise CacheLockedError("another process is the writer of this cache; compact there, or when it has ended")
         self.flush()
         self._catch_up()
-        for partition in self._pool.namespaces.partitions() if self._segments.kept else ():
+        for partition in self._pool.namespaces.partitions() if self._segments.exists else ():
             try:
                 self._save(partition)
             except OSError as error:
@@ -260,15 +229,13 @@ class StoreSync:
         lacking = [one for one in partitions if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
         if not self._started or not lacking:
             return
-        with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
-            self._store.flush()
         for partition in lacking:
             self._try_to_save(partition)
 
     @property
     def _writes(self) -> bool:
         """Whether this process writes segments."""
-        return self._store.mode == "writer" and self._segments.kept
+        return self._store.mode == "writer" and self._segments.exists
 
     def _lacks(self, partition: Partition, least: int, share: float) -> bool:
         """Whether at least `least` tokens, and at least `share` of all, are in no segment."""
@@ -282,6 +249,8 @@ class StoreSync:
 
     def _try_to_save(self, partition: Partition) -> None:
         self._tried[partition] = time.monotonic()
+        with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
+            self._store.flush()
         try:
             self._save(partition)
         except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open
@@ -292,11 +261,11 @@ class StoreSync:
         with self._segments.writing():
             with self._deleter.following:
                 self._catch_up()
-                row, deletion, added = self._store.last_id, self._store.last_deletion, partition.added
+                row, added = self._store.last_id, partition.added
                 numbers = self._store.numbers(partition.namespace, until=row)
                 _, newest = self._store.extent(partition.namespace, until=row)
             parts, known = partition.freeze(numbers)
-            segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest, deletion), parts, known)
+            segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest), parts, known)
             if segment.meta and self._fits(segment):
                 self._segments.save(segment, parts)
                 partition.saved = added

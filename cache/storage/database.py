@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -26,6 +27,7 @@ FAILURES = (exc.DBAPIError, exc.TimeoutError)
 _open: weakref.WeakSet[Database] = weakref.WeakSet()
 _LEFT: list[sa.Pool] = []
 _AGAIN = 60.0  # seconds until what could not be rewritten is tried again
+_REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Database(ABC):
     engine: sa.Engine
     overwrites = True
     """Whether rows are overwritten as they are deleted; else they are gone only once what held them is rewritten."""
+    has_refused = False  # whether a row that it never takes was logged
     _closed_because: str | None = None
 
     def _refuse_when_closed(self) -> None:
@@ -90,9 +93,9 @@ class Database(ABC):
         New rows therefore become visible in the order of their ids: a reader that sees an id can see all smaller ids.
         """
 
-    @abstractmethod
     def insert(self, table: sa.Table) -> Upsert:
         """An insert statement that supports ON CONFLICT."""
+        return sqlite.insert(table) if self.engine.dialect.name == "sqlite" else postgresql.insert(table)
 
     @abstractmethod
     def disk_bytes(self) -> int:
@@ -154,106 +157,80 @@ os.register_at_fork(after_in_child=_leave_all)
 class PendingErasure:
     """Whether bytes of deleted rows may be left in the files of a database. Thread-safe.
 
-    What is deleted while an erasure runs may escape it, and stays pending. What was to be rewritten, and could not be
-    because others use it, is tried again after a minute.
+    What is deleted while an erasure runs may escape it, and stays pending.
     """
 
     def __init__(self, database: Database, *, pending: bool = False) -> None:
         self._database = database
-        self._pending = pending
-        self.unwritten = False  # whether rows were deleted since what held them was written anew
-        self._owed = 0  # `rewrite_within` of a try that failed,
-        self._again = 0.0  # and when it is repeated
-
-    def __bool__(self) -> bool:
-        return self._pending or self._overdue
-
-    @property
-    def _overdue(self) -> bool:
-        return self._owed > 0 and time.monotonic() >= self._again
+        self._lock = threading.Lock()
+        self._marked = int(pending)  # how often rows were deleted,
+        self._erased = 0  # and how often when the last erasure began that succeeded
+        self._rewrite = False  # whether what held them is to be written again
+        self._again = 0.0  # when that is repeated where others prevented it
 
     @property
     def is_pending(self) -> bool:
-        """Whether bytes may be left, also where that is tried again later only."""
-        return self._pending or self._owed > 0
+        return self._marked > self._erased
 
     def mark(self, *, rewrite: bool = False) -> None:
-        """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them.
+        """Rows were deleted, and that is committed: an erasure before the commit erases nothing of them."""
+        self._rewrite = self._rewrite or rewrite
+        self._marked += 1
 
-        With `rewrite`, what held them is to be written anew.
-        """
-        self.unwritten = self.unwritten or rewrite
-        self._pending = True
-
-    def finish(self, *, rewrite_within: int = 0) -> None:
+    def finish(self, *, now: bool = False) -> None:
         """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises.
 
-        The database is written anew if it takes no more bytes than `rewrite_within`.
+        A rewrite that others prevented is repeated `now`, or after a minute; a large database is not rewritten.
         """
-        if not (self or (rewrite_within and self.unwritten)):
-            return
-        if self._overdue:
-            rewrite_within = max(rewrite_within, self._owed)
-        self._pending, unwritten = False, self.unwritten  # first: a mark that is set meanwhile stays
-        self.unwritten = unwritten and not rewrite_within
-        erased = False
-        try:
-            rewrite = 0 < rewrite_within >= self._database.disk_bytes()
-            erased = self._database.secure_erase(rewrite=rewrite)
-            if erased and rewrite_within:
-                self._owed = 0
-        finally:
-            if not erased:
-                self._pending, self.unwritten = True, self.unwritten or unwritten
-                self._owe(rewrite_within if unwritten else 0)
+        with self._lock:
+            if not self.is_pending or (not now and time.monotonic() < self._again):
+                return
+            marked, rewrite, self._rewrite = self._marked, self._rewrite, False
+            try:
+                small = rewrite and self._database.disk_bytes() <= _REWRITTEN
+                if self._database.secure_erase(rewrite=small):
+                    self._erased, self._again = marked, 0.0
+            finally:
+                if marked > self._erased and rewrite and not self._database.overwrites:
+                    self._owe_rewrite()
 
-    def _owe(self, rewrite_within: int) -> None:
-        if self._database.overwrites or not rewrite_within:
-            return
-        if not self._owed:
+    def _owe_rewrite(self) -> None:
+        if not self._again:
             _log.warning(
                 "what was forgotten is deleted from %s, but others use what held it, so that its bytes are still there:"
                 " this process tries again every minute",
                 self._database.name,
             )
-        self._owed, self._again = rewrite_within, time.monotonic() + _AGAIN
+        self._rewrite, self._again = True, time.monotonic() + _AGAIN
 
 
-class RowWriter:
-    """Executes statements for rows of a database. A row that it never takes is left out, and holds up no other; the
-    first is logged. `what` the rows are is for that message.
+def write_rows(
+    database: Database, connection: sa.Connection, statement: sa.Executable, rows: Sequence[Mapping[str, Any]]
+) -> int:
+    """Execute a statement for each row, in the caller's transaction; returns how many rows the database refuses.
+
+    Such a row, say one with too long a name, holds up no other. The first is logged.
     """
-
-    def __init__(self, database: Database, what: str) -> None:
-        self._database = database
-        self._what = what
-        self._logged = False
-
-    def execute(self, connection: sa.Connection, statement: sa.Executable, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Execute a statement for each of the rows, in the caller's transaction; returns how many are left out."""
-        if not rows:
-            return 0
-        part = connection.begin_nested()
-        try:
-            connection.execute(statement, rows)
-        except Exception as error:
-            if not self._database.is_refusal(error):
-                raise  # and end the caller's transaction: SQLite may have ended it, and `part` with it
-            part.rollback()
-            if len(rows) == 1:
-                self._log_refusal(error)
-                return 1
-        else:
-            part.commit()
-            return 0
-        half = len(rows) // 2
-        return self.execute(connection, statement, rows[:half]) + self.execute(connection, statement, rows[half:])
-
-    def _log_refusal(self, error: Exception) -> None:
-        if not self._logged:
-            self._logged = True
-            message = "%s refuses some of %s, which is left out; are its names too long? %s"
-            _log.warning(message, self._database.name, self._what, reason(error))
+    if not rows:
+        return 0
+    part = connection.begin_nested()
+    try:
+        connection.execute(statement, rows)
+    except Exception as error:
+        if not database.is_refusal(error):
+            raise  # and end the caller's transaction: SQLite may have ended it, and `part` with it
+        part.rollback()
+        if len(rows) == 1:
+            if not database.has_refused:
+                database.has_refused = True
+                message = "%s refuses some of what is stored, which is left out; are its names too long? %s"
+                _log.warning(message, database.name, reason(error))
+            return 1
+    else:
+        part.commit()
+        return 0
+    half = len(rows) // 2
+    return sum(write_rows(database, connection, statement, some) for some in (rows[:half], rows[half:]))
 
 
 def reason(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.storage import codec
-from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, namespaces, sequences
+from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, sequences
 from agentspec.errors import CacheFormatError
 
 _SOME = 500  # values in one statement
@@ -23,14 +23,6 @@ _KINDS: Kinds = (
     *((name, str | None) for name in ("tenant", "session", "tokenizer")),
     ("before", float | int | None),
 )
-
-
-@dataclass(slots=True)
-class SelectedRows:
-    """The rows that a selection matches, and the last row that was examined."""
-
-    ids: list[int] = field(default_factory=list)
-    last: int = 0
 
 
 class KnownDeletions:
@@ -74,18 +66,17 @@ def _scope(row: sa.Row[Any]) -> Scope:
     return Scope(row.tenant, row.session, row.tokenizer, row.before, bool(row.searched))
 
 
-def search(connection: sa.Connection, selection: Selection, found: SelectedRows | None = None) -> SelectedRows:
-    """The rows that a selection matches, added to those `found` by an earlier search. Does not block writers."""
-    found = found or SelectedRows()
-    if selection.tenant is not None:
-        found.ids += _misplaced(connection, selection, selection.tenant, found.last)
+def search(connection: sa.Connection, selection: Selection, after: int = 0) -> tuple[list[int], int]:
+    """The ids of the rows beyond `after` that a selection matches, and the last row that was looked at."""
+    ids = [] if selection.tenant is None else _misplaced(connection, selection, selection.tenant, after)
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
-    query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > found.last).order_by(sequences.c.id)
+    query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > after).order_by(sequences.c.id)
+    last = after
     for row in connection.execute(query.execution_options(yield_per=256)):
-        found.last = row.id
+        last = row.id
         if _holds(row, selection):
-            found.ids.append(row.id)
-    return found
+            ids.append(row.id)
+    return ids, last
 
 
 def _holds(row: sa.Row[Any], selection: Selection) -> bool:
@@ -101,7 +92,7 @@ def _holds(row: sa.Row[Any], selection: Selection) -> bool:
 
 def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, after: int) -> list[int]:
     """Damaged rows under another tenant's name in a namespace of this tenant, whose they may be."""
-    theirs = sa.select(namespaces.c.key).where(namespaces.c.tenant == tenant)
+    theirs = sa.select(sequences.c.namespace).where(sequences.c.tenant == tenant)
     query = sa.select(sequences.c.id, *(sequences.c[name] for name in codec.NAMES)).where(
         *_conditions(replace(selection, tenant=None)),
         sequences.c.namespace.in_(theirs),
@@ -122,33 +113,20 @@ def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:
     return named if selection.before is None else [*named, is_older(sequences.c.created_at, selection.before)]
 
 
-@dataclass(slots=True)
-class DeletedRows:
-    """How many sequences were deleted, and how many rows of other tables.
+def delete(connection: sa.Connection, selection: Selection, found: tuple[list[int], int]) -> tuple[int, int]:
+    """Delete the rows that `search` has `found`, and matching rows added since, in the caller's write transaction.
 
-    `number` is that of the deletion.
+    Returns how many were deleted, and the number of the deletion.
     """
-
-    count: int = 0
-    others: int = 0
-    number: int = 0
-
-    @property
-    def anything(self) -> bool:
-        return self.count + self.others > 0
-
-
-def delete(connection: sa.Connection, selection: Selection, found: SelectedRows) -> DeletedRows:
-    """Delete the `found` rows and matching rows added since, inside the caller's write transaction."""
-    ids = sorted(set(search(connection, selection, found).ids))
-    deleted = DeletedRows()
-    for start in range(0, len(ids), _SOME):
-        some = sequences.c.id.in_(ids[start : start + _SOME])
-        deleted.count += connection.execute(sequences.delete().where(some)).rowcount
-    if deleted.count < len(ids) and search(connection, selection).ids:  # not by another process before
+    ids, last = found
+    chosen = sorted({*ids, *search(connection, selection, last)[0]})
+    count = 0
+    for start in range(0, len(chosen), _SOME):
+        some = sequences.c.id.in_(chosen[start : start + _SOME])
+        count += connection.execute(sequences.delete().where(some)).rowcount
+    if count < len(chosen) and search(connection, selection)[0]:  # not by another process before
         raise damaged("the table of sequences", "rows are not where they belong")
-    deleted.number = log(connection, selection.scope)
-    return deleted
+    return count, log(connection, selection.scope)
 
 
 def log(connection: sa.Connection, scope: Scope) -> int:

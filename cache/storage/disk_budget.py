@@ -7,7 +7,7 @@ import time
 import sqlalchemy as sa
 
 from agentspec.cache.storage.database import Database
-from agentspec.cache.storage.schema import namespaces, sequences
+from agentspec.cache.storage.schema import sequences
 from agentspec.cache.storage.segments import SegmentFolder
 
 _ROW = 512  # bytes that a sequence takes besides its tokens, in the table and in its indexes
@@ -58,8 +58,8 @@ class DiskBudget:
 
     def _tenants(self) -> list[tuple[str, int]]:
         """(tenant, bytes), the largest first."""
-        tenant, columns = namespaces.c.tenant, namespaces.c
-        taken = sa.func.sum(columns.bytes + _ROW * columns.sequences)
+        tenant = sequences.c.tenant
+        taken = sa.func.sum(sequences.c.size) + _ROW * sa.func.count()
         query = sa.select(tenant, taken).group_by(tenant).order_by(taken.desc())
         with self._database.engine.connect() as connection:
             return [(tenant, int(size)) for tenant, size in connection.execute(query)]

@@ -19,7 +19,7 @@ from sqlalchemy import exc
 
 from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.postgres import PostgresDatabase
-from agentspec.cache.storage.schema import TRIGGERS, VERSION, damaged, meta, metadata, namespaces
+from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata
 from agentspec.cache.storage.sqlite import SqliteDatabase
 from agentspec.errors import (
     CacheFormatError,
@@ -103,8 +103,6 @@ def prepare(database: Database) -> None:
     with database.writing() as connection:
         if not is_prepared(connection, database):
             metadata.create_all(connection)
-            for statement in TRIGGERS[connection.dialect.name]:
-                connection.exec_driver_sql(statement)
             connection.execute(meta.insert().values(key="version", value=str(VERSION)))
 
 
@@ -174,7 +172,7 @@ def copy_readable(old: sqlite3.Connection, new: sa.Connection) -> int:
     """Copy the rows of our tables, from both ends up to what is damaged; returns how many."""
     old.text_factory = lambda data: data.decode(errors="surrogateescape")
     old.execute("PRAGMA writable_schema = ON")  # so that a file that lost its end can be opened, too
-    return sum(_copy(old, new, table) for table in metadata.sorted_tables if table not in (meta, namespaces))
+    return sum(_copy(old, new, table) for table in metadata.sorted_tables if table is not meta)
 
 
 def _copy(old: sqlite3.Connection, new: sa.Connection, table: sa.Table) -> int:

@@ -15,9 +15,8 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.postgresql import insert
 
-from agentspec.cache.storage.database import Database, Upsert, reason
+from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.schema import metadata
 from agentspec.errors import CacheLockedError, ConfigurationError, extra_of, install_advice
 
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
-_TABLES = "sequences, namespaces, deletions, responses, tool_turns"  # those that hold anything of anybody
+_TABLES = "sequences, deletions, responses, tool_turns"  # those that hold anything of anybody
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -153,9 +152,6 @@ class PostgresDatabase(Database):
             # id 7 might appear after a follower has read up to id 8.
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_ORDER}, {_KEY})")
             yield connection
-
-    def insert(self, table: sa.Table) -> Upsert:
-        return insert(table)
 
     def disk_bytes(self) -> int:
         with self.engine.connect() as connection:

@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 8  # a change of the tables takes another: there are no migrations
+VERSION = 9  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -41,6 +41,13 @@ class Name(sa.types.TypeDecorator[str]):
         return _ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
 
 
+class Bytes(sa.LargeBinary):
+    """What is stored, also where that is damaged and no bytes, which `is_sound` finds."""
+
+    def result_processor(self, dialect: sa.Dialect, coltype: object) -> None:
+        return None
+
+
 _Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite increments only columns of exactly this type
 
 meta = sa.Table(
@@ -54,7 +61,7 @@ sequences = sa.Table(
     "sequences",
     metadata,
     sa.Column("id", _Id, primary_key=True),
-    sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # (-process << 32) + count; see `processes`
+    sa.Column("number", sa.BigInteger, nullable=False, unique=True),  # random per process, then counted
     sa.Column("namespace", sa.String(64), nullable=False, index=True),  # Namespace.key of the next four
     sa.Column("tenant", Name, nullable=False),
     sa.Column("model_fingerprint", Name, nullable=False),
@@ -62,31 +69,10 @@ sequences = sa.Table(
     sa.Column("template_hash", Name, nullable=False),
     sa.Column("session", Name),
     sa.Column("token_count", sa.Integer, nullable=False),
-    sa.Column("tokens", sa.LargeBinary, nullable=False),  # zlib of context and tokens, little-endian int32
+    sa.Column("tokens", Bytes, nullable=False),  # zlib of context and tokens, little-endian int32
     sa.Column("created_at", sa.Float, nullable=False),  # seconds since 1970
     sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # bytes of `tokens`
     sa.Index("ix_sequences_tenant", "tenant", "id", "size"),  # covers the query for a tenant's sum of sizes
-    sqlite_autoincrement=True,
-)
-
-namespaces = sa.Table(
-    "namespaces",  # running totals of `sequences`, kept by triggers: a namespace without sequences has no row
-    metadata,
-    sa.Column("key", sa.String(64), primary_key=True),
-    sa.Column("tenant", Name, nullable=False),
-    sa.Column("model_fingerprint", Name, nullable=False),
-    sa.Column("tokenizer_hash", Name, nullable=False),
-    sa.Column("template_hash", Name, nullable=False),
-    sa.Column("sequences", sa.BigInteger, nullable=False),
-    sa.Column("tokens", sa.BigInteger, nullable=False),
-    sa.Column("bytes", sa.BigInteger, nullable=False),  # of packed tokens
-    sa.Column("last", sa.BigInteger, nullable=False),  # id of the newest row
-)
-
-processes = sa.Table(
-    "processes",  # hands out numbers, one for each process that opens the database; only the last one is kept
-    metadata,
-    sa.Column("id", _Id, primary_key=True),
     sqlite_autoincrement=True,
 )
 
@@ -114,7 +100,7 @@ responses = sa.Table(
     sa.Column("previous", Name(128)),
     sa.Column("backend", sa.String),
     sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("body", Bytes, nullable=False),
     sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
 )
 
@@ -127,7 +113,7 @@ tool_turns = sa.Table(
     sa.Column("session", Name, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
     sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
-    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("body", Bytes, nullable=False),
     sa.Index("ix_tool_turns_agent", "tenant", "agent", "created_at", "size"),
 )
 
@@ -142,71 +128,9 @@ def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
 _keep_no_statistics(sequences, "tenant", "session", "tokens")
 _keep_no_statistics(responses, "tenant", "session", "body")
 _keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
-_keep_no_statistics(namespaces, "tenant", "model_fingerprint", "tokenizer_hash", "template_hash")
 # PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))
-
-
-# The triggers that keep `namespaces`, the running totals of `sequences`, whichever process adds or deletes rows.
-_NAMES = "tenant, model_fingerprint, tokenizer_hash, template_hash"
-
-_ADDED = "sequences = {t}sequences + ({n}), tokens = {t}tokens + ({k}), bytes = {t}bytes + ({b})"
-
-_SQLITE = (
-    f"""
-CREATE TRIGGER sequences_added AFTER INSERT ON sequences BEGIN
-    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
-    SELECT NEW.namespace, NEW.tenant, NEW.model_fingerprint, NEW.tokenizer_hash, NEW.template_hash, 0, 0, 0, 0
-    WHERE NOT EXISTS (SELECT 1 FROM namespaces WHERE key = NEW.namespace);
-    UPDATE namespaces SET last = NEW.id, {_ADDED.format(t="", n="1", k="NEW.token_count", b="NEW.size")}
-    WHERE key = NEW.namespace;
-END
-""",
-    f"""
-CREATE TRIGGER sequences_deleted AFTER DELETE ON sequences BEGIN
-    UPDATE namespaces SET {_ADDED.format(t="", n="-1", k="-OLD.token_count", b="-OLD.size")} WHERE key = OLD.namespace;
-    DELETE FROM namespaces WHERE key = OLD.namespace AND sequences <= 0;
-END
-""",
-)
-
-_FUNCTION = "RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS"
-
-_POSTGRES = (
-    f"""
-CREATE FUNCTION agentspec_sequences_added() {_FUNCTION} $$ BEGIN
-    INSERT INTO namespaces (key, {_NAMES}, sequences, tokens, bytes, last)
-    SELECT namespace, max(tenant), max(model_fingerprint), max(tokenizer_hash), max(template_hash),
-           count(*), sum(token_count), sum(size), max(id)
-    FROM added GROUP BY namespace
-    ON CONFLICT (key) DO UPDATE
-    SET {_ADDED.format(t="namespaces.", n="excluded.sequences", k="excluded.tokens", b="excluded.bytes")},
-        last = excluded.last;
-    RETURN NULL;
-END $$
-""",
-    f"""
-CREATE FUNCTION agentspec_sequences_deleted() {_FUNCTION} $$ BEGIN
-    UPDATE namespaces SET {_ADDED.format(t="namespaces.", n="-gone.n", k="-gone.k", b="-gone.b")}
-    FROM (SELECT namespace, count(*) AS n, sum(token_count) AS k, sum(size) AS b FROM deleted GROUP BY namespace)
-         AS gone
-    WHERE key = gone.namespace;
-    DELETE FROM namespaces WHERE sequences <= 0 AND key IN (SELECT namespace FROM deleted);
-    RETURN NULL;
-END $$
-""",
-    """
-CREATE TRIGGER sequences_added AFTER INSERT ON sequences REFERENCING NEW TABLE AS added
-    FOR EACH STATEMENT EXECUTE FUNCTION agentspec_sequences_added()
-""",
-    """
-CREATE TRIGGER sequences_deleted AFTER DELETE ON sequences REFERENCING OLD TABLE AS deleted
-    FOR EACH STATEMENT EXECUTE FUNCTION agentspec_sequences_deleted()
-""",
-)
-
-TRIGGERS = {"sqlite": _SQLITE, "postgresql": _POSTGRES}
 
 
 def is_sound(row: sa.Row[Any], kinds: Kinds) -> bool:

@@ -2,7 +2,7 @@
 
 A file holds, in the byte order of this machine: a head of fixed size, a table of each sequence's metadata, names,
 zeros up to a multiple of 8 bytes, and the parts of the frozen index. Checksums cover all of it. A folder writes them
-atomically, and deletes damaged files and those not to be kept.
+atomically, and deletes those that are damaged, or hold what was deleted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import stat
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,12 @@ from agentspec.cache.tokens import SequenceMeta
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError, CacheVersionError
 from agentspec.types import Namespace
 
-VERSION = 1
+VERSION = 2
 
 _MAGIC = b"AGENTSEG"
 _ORDER = 0x01020304
 _KIND = struct.Struct("=8s2I")  # magic, byte order, version: checked before anything else is read
-_FIXED = struct.Struct("=4q9Q")  # the four of Coverage, offset of the index, four counts, four checksums
+_FIXED = struct.Struct("=3q9Q")  # the three of Coverage, offset of the index, four counts, four checksums
 _SUM = struct.Struct("=Q")  # checksum of everything before the index except this number
 _HEAD_BYTES = _KIND.size + _FIXED.size + _SUM.size
 PartCounts = tuple[int, int, int, int]
@@ -59,7 +58,6 @@ class Coverage:
     row: int
     rows: int
     newest: int  # number of the sequence in the last row, which tells whether the database is the same
-    deletion: int  # deletions up to this number are applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class Segment:
         body = b"".join((_NAMES.pack(*map(len, names)), table.tobytes(), *names, *(name or b"" for name in sessions)))
         body += bytes(-(_HEAD_BYTES + len(body)) % 8)
         cover = self.coverage
-        covered = cover.row, cover.rows, cover.newest, cover.deletion
+        covered = cover.row, cover.rows, cover.newest
         fixed = _KIND.pack(_MAGIC, _ORDER, VERSION)
         fixed += _FIXED.pack(*covered, _HEAD_BYTES + len(body), *self.counts, *self.checksums)
         return fixed + _SUM.pack(_checksum(fixed + body)) + body
@@ -139,7 +137,7 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     _require_kind(fixed)
     if len(fixed) < _HEAD_BYTES:
         raise CacheDamagedError("it is cut off")
-    row, rows, newest, deletion, offset, *numbers = _FIXED.unpack_from(fixed, _KIND.size)
+    row, rows, newest, offset, *numbers = _FIXED.unpack_from(fixed, _KIND.size)
     if not _HEAD_BYTES <= offset <= size:
         raise CacheDamagedError("it is cut off")
     body = file.read(offset - _HEAD_BYTES)
@@ -149,7 +147,7 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     if namespace.key != key:
         raise CacheNamespaceError(f"it is of tokenizer {namespace.tokenizer_hash!r} and namespace {namespace.key}")
     counts, checksums = cast(PartCounts, tuple(numbers[:4])), cast(PartCounts, tuple(numbers[4:]))
-    return Segment(namespace, Coverage(row, rows, newest, deletion), meta, counts, checksums, offset)
+    return Segment(namespace, Coverage(row, rows, newest), meta, counts, checksums, offset)
 
 
 def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]]:
@@ -209,57 +207,6 @@ def _encode(name: str) -> bytes:
     return name.encode(errors="surrogatepass")  # a name may be any string of Python's, lone surrogates included
 
 
-class LocalFiles:
-    """The file operations that segments need, by name in one folder. Tests replace this class by one that fails.
-
-    Every method may raise `OSError`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def names(self) -> list[str]:
-        return os.listdir(self._path)
-
-    def size(self, name: str) -> int:
-        return (self._path / name).stat().st_size
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file for reading. A symbolic link is not followed, and a pipe is not waited for."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(self._path / name, flags)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            raise OSError(errno.EINVAL, "it is no file")
-        return os.fdopen(file, "rb", buffering=0)
-
-    def create(self, name: str) -> BinaryIO:
-        """Open an empty file for writing; truncates an existing file. Only the owner may read it."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.fdopen(os.open(self._path / name, flags, 0o600), "wb")
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        file.write(data)
-
-    def sync(self, file: BinaryIO) -> None:
-        """Wait until everything written is on disk."""
-        file.flush()
-        os.fsync(file.fileno())
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file atomically and durably, replacing any file with the new name."""
-        os.replace(self._path / old, self._path / new)
-        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def unlink(self, name: str) -> None:
-        """Delete a file; no error if it does not exist."""
-        (self._path / name).unlink(missing_ok=True)
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedSegment:
     """A segment in use: its metadata, its index, and its sequence numbers in the order of `segment.meta`."""
@@ -270,17 +217,17 @@ class LoadedSegment:
 
 
 class SegmentFolder:
-    """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database."""
+    """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database.
 
-    kept = True
+    Without a folder, as on a database server, there are none.
+    """
 
-    def __init__(self, folder: Path, files: LocalFiles | None = None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.error: str | None = None
         self.skipped = 0  # segments that could not be used
+        self.exists = folder is not None
+        self._folder = folder or Path(os.devnull)
         self._known: int | None = None  # bytes of all files, as far as this process knows; None: they must be listed
-        self._counting = threading.Lock()
-        self._folder = folder
-        self._files = files or LocalFiles(folder)
 
     def failed(self, what: str, error: Exception) -> None:
         """Record a failure, and log it unless its message repeats the last."""
@@ -295,6 +242,9 @@ class SegmentFolder:
 
         Raises `CacheError` if it cannot be acquired.
         """
+        if not self.exists:
+            yield
+            return
         lock = PathLock(self._folder / "segments.lock")
         try:
             acquired = lock.acquire(_PATIENCE)
@@ -313,7 +263,7 @@ class SegmentFolder:
     def namespaces(self) -> list[str]:
         """The keys of the namespaces that have a segment."""
         try:
-            return [name.removesuffix(_SUFFIX) for name in self._named(_SUFFIX)]
+            return [path.stem for path in self._files(_SUFFIX)]
         except OSError as error:
             self.failed("segments cannot be looked for", error)
             return []
@@ -321,12 +271,11 @@ class SegmentFolder:
     def total_bytes(self) -> int:
         """Size of all files."""
         total = 0
-        with self._counting:
-            with contextlib.suppress(OSError):
-                for name in self._named(_SUFFIX, _NEW):
-                    with contextlib.suppress(OSError):  # another process may just have deleted it
-                        total += self._files.size(name)
-            self._known = total
+        with contextlib.suppress(OSError):
+            for path in self._files(_SUFFIX, _NEW):
+                with contextlib.suppress(OSError):  # another process may just have deleted it
+                    total += path.stat().st_size
+        self._known = total
         return total
 
     def known_bytes(self) -> int:
@@ -337,7 +286,7 @@ class SegmentFolder:
     def size(self, key: str) -> int:
         """Bytes of a namespace's segment; 0 if there is none."""
         with contextlib.suppress(OSError):
-            return self._files.size(key + _SUFFIX)
+            return self._path(key).stat().st_size
         return 0
 
     def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
@@ -347,7 +296,7 @@ class SegmentFolder:
         next is saved, for processes of that version.
         """
         try:
-            with self._files.open(key + _SUFFIX) as file:
+            with _opened(self._path(key)) as file:
                 segment = read_segment(file, key)
                 return LoadedSegment(segment, *load_index(file, segment)) if wanted(segment) else None
         except FileNotFoundError:
@@ -357,7 +306,7 @@ class SegmentFolder:
             self.failed(f"the segment {key}{_SUFFIX} is not used", error)
             if isinstance(error, CacheDamagedError | CacheNamespaceError):
                 with contextlib.suppress(OSError):  # another process may have been quicker
-                    self._files.unlink(key + _SUFFIX)
+                    self._path(key).unlink()
             return None
 
     def save(self, segment: Segment, parts: Sequence[NDArray[Any]]) -> None:
@@ -365,101 +314,97 @@ class SegmentFolder:
         old segment stays then.
         """
         key = segment.namespace.key
-        head, replaced = segment.head(), 0 if self._known is None else self.size(key)
+        known, replaced = self._known, self.size(key)
+        new = self._folder / f"{key}{_NEW}"
+        self._known = None
         try:
-            with self._files.create(key + _NEW) as file:
-                self._files.write(file, head)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
+                file.write(segment.head())
                 for part in parts:
-                    self._files.write(file, part.data)
-                self._files.sync(file)
-            with self._counting:
-                self._files.rename(key + _NEW, key + _SUFFIX)
-                if self._known is not None:
-                    self._known += len(head) + segment.index_bytes - replaced
+                    file.write(part.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self._path(key))
+            _sync_folder(self._folder)
         except BaseException:
-            self._known = None
             with contextlib.suppress(OSError):
-                self._files.unlink(key + _NEW)
+                new.unlink()
             raise
+        self._known = None if known is None else known + self.size(key) - replaced
         self.error = None
 
     def delete(self, key: str) -> None:
         """Delete a namespace's segment. A failure is only recorded."""
-        size = 0 if self._known is None else self.size(key)
+        size = self.size(key)
         try:
-            with self._counting:
-                self._files.unlink(key + _SUFFIX)
-                if self._known is not None:
-                    self._known -= size
+            self._path(key).unlink(missing_ok=True)
         except OSError as error:
             self.failed(f"the segment {key}{_SUFFIX} cannot be deleted", error)
+        else:
+            self._known = None if self._known is None else self._known - size
 
     def clear(self) -> None:
         """Delete all segments, to make room."""
-        self._known = None
         try:
-            for name in self._named(_SUFFIX):
-                self._files.unlink(name)
+            self._delete_if(lambda path: True, _SUFFIX)
         except OSError as error:
             self.failed("segments cannot be deleted", error)
 
     def sweep(self) -> None:
         """Delete unfinished files of a writer that was killed. Only the present writer may call this."""
-        self._known = None
         with contextlib.suppress(OSError):  # such files do no harm
-            for name in self._named(_NEW):
-                self._files.unlink(name)
+            self._delete_if(lambda path: True, _NEW)
 
     def invalidate(self, scope: Scope) -> None:
-        """Delete every segment that has a sequence in scope, or may have. The caller holds `writing`.
+        """Durably delete every segment that has a sequence in scope, or may have. The caller holds `writing`.
 
-        Raises `CacheError` if a file cannot be deleted; deleted sequences may still be in it then.
+        Raises `CacheError` if a file cannot be deleted.
         """
-        self._known = None
         try:
-            for name in self._named(_SUFFIX, _NEW):
-                if self._may_hold(name, scope):
-                    self._files.unlink(name)
+            self._delete_if(lambda path: _may_hold(path, scope), _SUFFIX, _NEW)
+            if self.exists:
+                _sync_folder(self._folder)
         except OSError as error:
-            left = f"{self._folder}/*{_SUFFIX}*"
-            raise CacheError(f"what is forgotten is still in {left}, which cannot be deleted: {error}") from error
+            raise CacheError(f"{self._folder}/*{_SUFFIX}* cannot be deleted: {error}; nothing was forgotten") from error
 
-    def _may_hold(self, name: str, scope: Scope) -> bool:
-        if not name.endswith(_SUFFIX):
-            return True
-        try:
-            with self._files.open(name) as file:
-                return read_segment(file, name.removesuffix(_SUFFIX)).covers(scope)
-        except (OSError, CacheFormatError):
-            return True
-
-    def _named(self, *endings: str) -> list[str]:
-        return [name for name in self._files.names() if name.endswith(endings)]
-
-    def withdraw(self, unwanted: Callable[[Segment], bool]) -> None:
-        """Delete the segments that are `unwanted`. One that cannot be read stays: `load` deletes it. Raises what
-        `unwanted` raises, and `OSError`.
-        """
-        for name in self._named(_SUFFIX):
-            key, segment = name.removesuffix(_SUFFIX), None
-            with contextlib.suppress(OSError, CacheFormatError), self._files.open(name) as file:
-                segment = read_segment(file, key)
-            if segment is not None and unwanted(segment):
+    def _delete_if(self, chosen: Callable[[Path], bool], *endings: str) -> None:
+        for path in self._files(*endings):
+            if chosen(path):
                 self._known = None
-                self._files.unlink(name)
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{_SUFFIX}"
+
+    def _files(self, *endings: str) -> list[Path]:
+        return (
+            [self._folder / name for name in os.listdir(self._folder) if name.endswith(endings)] if self.exists else []
+        )
 
 
-class NoSegmentFolder(SegmentFolder):
-    """The segment folder of a database server: there are no files, and each start rebuilds the index."""
+def _may_hold(path: Path, scope: Scope) -> bool:
+    """Whether sequences in scope may be in a segment: true of one that is unfinished, damaged or of another version."""
+    try:
+        with _opened(path) as file:
+            return read_segment(file, path.stem).covers(scope)
+    except (OSError, CacheFormatError):
+        return True
 
-    kept = False
 
-    def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
+def _opened(path: Path) -> BinaryIO:
+    """A file for reading. A symbolic link is not followed, and a pipe is not waited for."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no file")
+    return os.fdopen(file, "rb", buffering=0)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        yield
 
-    def _named(self, *endings: str) -> list[str]:
-        return []
+def _sync_folder(path: Path) -> None:
+    """Wait until what was renamed in a folder is durable."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -7,9 +7,8 @@ import hashlib
 import json
 import logging
 import secrets
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,17 +20,16 @@ import sqlalchemy as sa
 from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
-from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, RowWriter, reason
+from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason, write_rows
 from agentspec.cache.storage.disk_budget import DiskBudget
 from agentspec.cache.storage.opening import acquire_writer, opening, prepare, replace_damaged
 from agentspec.cache.storage.reader import SequenceReader
-from agentspec.cache.storage.schema import damaged, processes, sequences
-from agentspec.cache.storage.segments import NoSegmentFolder, SegmentFolder
+from agentspec.cache.storage.schema import damaged, sequences
+from agentspec.cache.storage.segments import SegmentFolder
 from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheDamagedError, CacheError
 from agentspec.types import Namespace
 
-_REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
@@ -40,76 +38,24 @@ _WAITING = 1 << 20  # tokens that `add_missing` puts before it waits until they 
 _log = logging.getLogger(__name__)
 
 
-class SequenceNumbers:
-    """An iterator over the numbers of the sequences that this process adds. Thread-safe.
-
-    The database hands out their upper half by `claim`, or when the first is asked for, so that no other process has
-    the same.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._lock = threading.Lock()
-        self._numbers: Iterator[int] | None = None
-        self.process: int | None = None  # the upper half; None: no number was asked for yet
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if self._numbers is None:
-            self.claim(anyhow=True)
-        assert self._numbers is not None
-        return next(self._numbers)
-
-    def claim(self, *, anyhow: bool = False) -> None:
-        """Get the upper half now, unless it is there, which may wait for the disk. Raises `DBAPIError` or `CacheError`
-        where trying later would not help, unless `anyhow`.
-        """
-        if self._numbers is not None:
-            return
-        with self._lock:
-            if self._numbers is None:
-                self.process = -self._hand_out(anyhow)
-                # A server that lost its last transactions hands a number out twice: begin elsewhere each time.
-                self._numbers = count((self.process << 32) + secrets.randbits(31))
-
-    def _hand_out(self, anyhow: bool) -> int:
-        """A number that no other process has; where nothing can be written, a random one beyond all of them."""
-        try:
-            return self._insert()
-        except (*FAILURES, CacheError) as error:
-            if not (anyhow or self._database.is_transient(error)):
-                raise
-            return secrets.randbits(30) + (1 << 30)
-
-    def _insert(self) -> int:
-        with self._database.writing() as connection:
-            number = int(connection.execute(processes.insert().returning(processes.c.id)).scalar_one())
-            connection.execute(processes.delete().where(processes.c.id < number))
-            return number
-
-
 class SequenceStore(SequenceReader):
     """The sequences of one database. Thread-safe but for `poll`. Open it with `SequenceStore.open`.
 
-    Sequences that are put into it get their numbers from `numbering`.
+    Sequences that are put into it get the next of `numbering`, which begin at random: no other process has the same.
     """
 
-    def __init__(
-        self, database: Database, segments: SegmentFolder, budget: DiskBudget, numbering: SequenceNumbers
-    ) -> None:
+    def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
         super().__init__(database)
         self.segments = segments
         self._budget = budget
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
-        self._rows = RowWriter(database, "what is cached")
         self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
         self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
         self.last_deletion = self._newest_deletion()  # the last one applied here
-        self.numbering = numbering
-        # Last: nobody would end its thread if anything before failed.
+        first = secrets.randbits(62)
+        self._own_numbers, self.numbering = range(first, first + (1 << 32)), count(first)
+        # Last: its thread would not end if anything before failed.
         self._writer: BatchWriter[SequenceRecord] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
@@ -137,14 +83,11 @@ class SequenceStore(SequenceReader):
         with opening(target) as database:
             acquire_writer(database, mode)
             database.connect()
-            segments = SegmentFolder(database.folder) if database.folder else NoSegmentFolder()
+            segments = SegmentFolder(database.folder)
             if replace_damaged(database):
                 segments.clear()
             prepare(database)
-            numbering = SequenceNumbers(database)
-            if mode != "follower":  # a follower, which may have no right to write, claims with its first output
-                numbering.claim()
-            return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes), numbering)
+            return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
 
     @property
     def name(self) -> str:
@@ -206,6 +149,10 @@ class SequenceStore(SequenceReader):
         self.flush()
         return added, known
 
+    def fresh(self) -> list[SequenceRecord]:
+        """The next sequences that other processes have added, as `poll` gives them."""
+        return self.poll(self._own_numbers)
+
     def unwritten(self, namespace: Namespace) -> list[SequenceRecord]:
         """A namespace's sequences that wait to be written. What is read from the database afterwards has the others."""
         if not self._writer.waiting():
@@ -240,64 +187,51 @@ class SequenceStore(SequenceReader):
 
     # Deletions.
 
-    def forget(self, selection: Selection) -> int:
+    def holds(self, selection: Selection) -> bool:
+        """Whether a stored sequence matches the selection."""
+        with self._reading() as connection:
+            return bool(deletion_log.search(connection, selection)[0])
+
+    def forget(self, selection: Selection, *, rewrite: bool) -> int:
         """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
+        With `rewrite`, the database is then written again without them.
 
         Sequences in its scope that other processes have not written yet are dropped when they write. They delete from
         their memory by `pending_deletions`. Raises `CacheError` if the deletion fails or the database is damaged, and
         nothing is deleted then.
         """
-        self.examine()  # a search does not meet all damage, and misses what it hides
-        return self._forget(selection, rewrite=True)
-
-    def expire(self, selection: Selection) -> int:
-        """`forget`, but only if a sequence matches the selection, and without a need to rewrite what held it."""
-        with self._answering():
-            if not self._search(selection).ids:
-                return 0
-        return self._forget(selection, rewrite=False)
-
-    def _search(self, selection: Selection) -> deletion_log.SelectedRows:
-        with self._database.engine.connect() as connection:
-            return deletion_log.search(connection, selection)
-
-    def _forget(self, selection: Selection, *, rewrite: bool) -> int:
+        if rewrite:
+            self.examine()  # a search does not meet all damage, and misses what it hides
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
-            deleted = self._delete(selection)
+            return self._delete(selection, rewrite)
         except FAILURES as error:
             if self._database.is_damage(error):
                 raise damaged(self.name, f"nothing was forgotten: {reason(error)}") from error
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
-        if deleted.anything:
-            self._erasure.mark(rewrite=rewrite)
-        return deleted.count
 
-    def _delete(self, selection: Selection) -> deletion_log.DeletedRows:
-        found = self._search(selection)
-        deleted = deletion_log.DeletedRows()
+    def _delete(self, selection: Selection, rewrite: bool) -> int:
+        with self._database.engine.connect() as connection:  # does not keep others from writing
+            found = deletion_log.search(connection, selection)
+        number = 0
         try:
             with self._database.writing() as connection:
-                deleted = deletion_log.delete(connection, selection, found)
-                self._own[deleted.number] = selection
-                for forget in self.also_forgets:
-                    deleted.others += forget(connection, selection)
+                count, number = deletion_log.delete(connection, selection, found)
+                self._own[number] = selection
+                others = sum(forget(connection, selection) for forget in self.also_forgets)
         except BaseException as error:  # another deletion will get the number
-            self._own.pop(deleted.number, None)
+            self._own.pop(number, None)
             if isinstance(error, CacheDamagedError):
                 self._database.mark_damage()
             raise
-        return deleted
+        if count + others:
+            self._erasure.mark(rewrite=rewrite)
+        return count
 
     def _newest_deletion(self) -> int:
         with self._reading() as connection:
             return deletion_log.last(connection)
-
-    def deletions_since(self, number: int) -> list[Scope]:
-        """The scopes of the deletions after the deletion with that number."""
-        with self._reading() as connection:
-            return [scope for _, scope in deletion_log.since(connection, number)]
 
     def pending_deletions(self) -> list[tuple[int, Scope]]:
         """(number, scope) of the deletions that this process has not applied to its memory yet."""
@@ -324,17 +258,13 @@ class SequenceStore(SequenceReader):
         self._writer.revise(leave)
         self._own.pop(number, None)
 
-    def secure_erase(self, *, rewrite: bool = False, everything: bool = False) -> None:
+    def secure_erase(self, *, now: bool = False) -> None:
         """Erase every byte of deleted rows from the database and its journal.
 
-        With `rewrite`, the database is written anew where rows were forgotten, unless it is too large; with
-        `everything`, anyhow.
-        If another process is reading meanwhile, or `CacheError` is raised, the next call finishes the erasure.
+        If another process is reading meanwhile, or `CacheError` is raised, a later call finishes the erasure.
         """
-        if everything:
-            self._erasure.mark(rewrite=True)
         try:
-            self._erasure.finish(rewrite_within=_REWRITTEN if rewrite else 0)
+            self._erasure.finish(now=now)
         except FAILURES as error:
             raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
 
@@ -347,8 +277,9 @@ class SequenceStore(SequenceReader):
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
         self.flush()
         for _ in range(_ATTEMPTS):
-            self.secure_erase(rewrite=True, everything=True)
-            if not self._erasure:
+            self._erasure.mark(rewrite=True)
+            self.secure_erase(now=True)
+            if not self.erasure_pending:
                 return
         raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
 
@@ -383,7 +314,7 @@ class SequenceStore(SequenceReader):
             added = [encoded[id(job)] for job in allowed]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self._database.insert(sequences).on_conflict_do_nothing()
-            return dropped + self._rows.execute(connection, insert, added)
+            return dropped + write_rows(self._database, connection, insert, added)
 
     def _allowed(
         self, jobs: Iterable[SequenceRecord], deletions: Sequence[tuple[int, Scope]]

@@ -16,10 +16,9 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentspec.cache.storage.database import Database, Upsert, reason
+from agentspec.cache.storage.database import Database, reason
 from agentspec.cache.storage.path_lock import PathLock
 from agentspec.errors import (
     CacheLockedError,
@@ -147,9 +146,6 @@ class SqliteDatabase(Database):
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             self._require_same_file()
             yield connection
-
-    def insert(self, table: sa.Table) -> Upsert:
-        return insert(table)
 
     def disk_bytes(self) -> int:
         names = (DATABASE, STATE) if self.path.name == DATABASE else (self.path.name,)

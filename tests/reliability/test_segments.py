@@ -29,7 +29,7 @@ pytestmark = pytest.mark.reliability
 
 SPACE = Namespace("tenant", "model", "tokenizer", "template")
 ITEMS = (32, 12, 4, 4)  # bytes of an item of each part: sequences, pieces, run, log
-FIXED = 8 + 8 + 13 * 8  # bytes before the checksum of the head
+FIXED = 8 + 8 + 12 * 8  # bytes before the checksum of the head
 
 
 def a_segment(sequences: int, length: int) -> bytes:
@@ -38,7 +38,7 @@ def a_segment(sequences: int, length: int) -> bytes:
         index.append(number, rng.integers(0, 900, length).astype(np.int32))
         meta[number] = SequenceMeta(f"session {number}", float(number), 5)
     frozen = index.freeze(list(meta))
-    segment = segment_of(SPACE, Coverage(7, len(meta), 3, 2), frozen, meta)
+    segment = segment_of(SPACE, Coverage(7, len(meta), 3), frozen, meta)
     return segment.head() + b"".join(part.tobytes() for part in frozen)
 
 
@@ -55,12 +55,12 @@ def checksum(data: bytes) -> int:
 
 def sealed(data: bytes) -> bytes:
     """With the checksums that a forger would put in."""
-    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
     sums, at = [], min(offset, len(data))
     for count, size in zip(counts, ITEMS, strict=True):
         sums.append(checksum(data[at : at + min(count * size, len(data))]))
         at += min(count * size, len(data))
-    fixed = data[: 16 + 9 * 8] + struct.pack("=4Q", *sums)
+    fixed = data[: 16 + 8 * 8] + struct.pack("=4Q", *sums)
     return fixed + struct.pack("=Q", checksum(fixed + data[FIXED + 8 : offset])) + data[FIXED + 8 :]
 
 

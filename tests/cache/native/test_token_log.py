@@ -94,7 +94,7 @@ def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
     """Neither appending to a mapped log nor removing from it copies all of it, and what goes is unmapped."""
     parts = filled(1500, 200).freeze(list(range(1500)))
     meta = {number: SequenceMeta(None, 0.0, 0) for number in range(1500)}
-    head, index = segment_of(Namespace("t"), Coverage(0, 0, 0, 0), parts, meta), NativeIndex()
+    head, index = segment_of(Namespace("t"), Coverage(0, 0, 0), parts, meta), NativeIndex()
     path = tmp_path / "index"
     path.write_bytes(b"".join(part.tobytes() for part in parts))
     with path.open("rb") as file:

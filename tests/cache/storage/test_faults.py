@@ -253,10 +253,9 @@ FAILS_AT_START = """
 from sqlalchemy import event
 import sqlalchemy as sa
 from agentspec.errors import CacheUnavailableError
-SuffixCache.open(folder / "cache").close()
 
 def fail(connection, cursor, statement, *_):  # the first transaction that writes cannot be made durable
-    if "INSERT INTO processes" in statement:
+    if "CREATE TABLE" in statement:
         failing.touch()
 
 event.listen(sa.Engine, "before_cursor_execute", fail)
@@ -275,7 +274,7 @@ assert outputs(folder / "cache") == []
 
 
 def test_a_disk_that_fails_at_the_start(preload: Path, tmp_path: Path) -> None:
-    """Nothing is damaged then, and nobody is told to move it away."""
+    """Nothing is damaged then, and the advice is not to move it away."""
     run(preload, FAILS_AT_START, tmp_path)
 
 

@@ -24,7 +24,7 @@ from agentspec.types import Namespace, Source
 from tests.cache.native_index import NativeDrafter, NativeIndex
 
 SPACE = Namespace("tenant", "model", "tokenizer", "template")
-_FIXED = 8 + 8 + 13 * 8  # bytes before the checksum of the head
+_FIXED = 8 + 8 + 12 * 8  # bytes before the checksum of the head
 
 
 def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
@@ -33,7 +33,7 @@ def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
 
 def packed(index: NativeIndex, meta: dict[int, SequenceMeta], space: Namespace = SPACE) -> bytes:
     frozen = index.freeze(list(meta))
-    segment = segment_of(space, Coverage(7, len(meta), 3, 2), frozen, meta)
+    segment = segment_of(space, Coverage(7, len(meta), 3), frozen, meta)
     return segment.head() + b"".join(part.tobytes() for part in frozen)
 
 
@@ -62,12 +62,12 @@ def checksum(data: bytes) -> int:
 
 def sealed(data: bytes) -> bytes:
     """With the checksums that a forger would put in."""
-    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
     sums, at = [], min(offset, len(data))
     for count, size in zip(counts, (32, 12, 4, 4), strict=True):
         sums.append(checksum(data[at : at + min(count * size, len(data))]))
         at += min(count * size, len(data))
-    fixed = data[: 16 + 9 * 8] + struct.pack("=4Q", *sums)
+    fixed = data[: 16 + 8 * 8] + struct.pack("=4Q", *sums)
     return fixed + struct.pack("=Q", checksum(fixed + data[_FIXED + 8 : offset])) + data[_FIXED + 8 :]
 
 
@@ -86,7 +86,7 @@ def test_what_is_read_is_what_was_written(
     kept = {number: one for number, one in meta.items() if number not in removed}
     segment, loaded, numbers = opened(packed(index, kept))
     index.remove(list(removed))
-    assert segment.namespace == SPACE and segment.coverage == Coverage(7, len(kept), 3, 2)
+    assert segment.namespace == SPACE and segment.coverage == Coverage(7, len(kept), 3)
     assert dict(zip(numbers, segment.meta, strict=True)) == kept
     loaded.check_integrity()
     for number in kept:
@@ -156,7 +156,7 @@ def test_every_truncation_is_noticed() -> None:
 
 def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
     """With another 32-bit number in a part of the index, and checksums that hold."""
-    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
     sizes = (32, 12, 4, 4)
     at = offset + sum(count * size for count, size in zip(counts[:part], sizes[:part], strict=True))
     at += item % counts[part] * sizes[part] + 4 * field
@@ -191,14 +191,14 @@ def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
         opened(patched(data, *change))
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("value", [0, 1, 100, 2**32 - 1, 2**32, 2**61, 2**64 - 1])
 def test_forged_sizes(number: int, value: int) -> None:
     """Refused, but for the rows that it stands for, which may be any."""
     data = packed(*an_index())
     at = 16 + 8 * number
     forged = sealed(data[:at] + struct.pack("=Q", value) + data[at + 8 :])
-    if number < 4:
+    if number < 3:
         opened(forged)
         return
     with pytest.raises(CacheDamagedError):
@@ -207,7 +207,7 @@ def test_forged_sizes(number: int, value: int) -> None:
 
 def with_run(data: bytes, run: np.ndarray) -> bytes:
     """With another run, and checksums that hold."""
-    _, _, _, _, offset, *counts = struct.unpack_from("=4q9Q", data, 16)[:9]
+    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
     at = offset + counts[0] * 32 + counts[1] * 12
     return sealed(data[:at] + run.astype(np.uint32).tobytes() + data[at + 4 * counts[2] :])
 
@@ -292,8 +292,8 @@ def test_three_distinct_refusals() -> None:
     data = packed(*an_index())
     with pytest.raises(CacheNamespaceError, match="'tokenizer'"):
         opened(data, Namespace("tenant", "model", "another", "template"))
-    with pytest.raises(CacheVersionError, match="version 2, not 1"):
-        opened(data[:12] + struct.pack("=I", 2) + data[16:])
+    with pytest.raises(CacheVersionError, match="version 3, not 2"):
+        opened(data[:12] + struct.pack("=I", 3) + data[16:])
     with pytest.raises(CacheVersionError, match="byte order"):
         opened(data[:8] + data[8:12][::-1] + data[12:])
     with pytest.raises(CacheDamagedError, match="no segment"):
