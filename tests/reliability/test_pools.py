@@ -47,11 +47,7 @@ def says(text: str) -> Script:
     return lambda request: request.answer(ANSWER.replace(b"hello", text.encode()))
 
 
-def refuses(status: int, **headers: str) -> Script:
-    return refuses_with(b'{"error": {"message": "no"}}', status, **headers)
-
-
-def refuses_with(body: bytes, status: int, **headers: str) -> Script:
+def refuses(status: int, body: bytes = b'{"error": {"message": "no"}}', **headers: str) -> Script:
     return lambda request: request.answer(body, status, **headers)
 
 
@@ -75,7 +71,7 @@ def test_u1_a_busy_server_is_waited_for_as_long_as_it_asks_and_then_passed_on(ga
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_u1_a_refusal_keeps_its_words_when_nobody_else_takes_the_call(gateway: Any, upstream: Any, path: str) -> None:
-    busy = refuses_with(b'{"message": "slow down, please"}', 429, retry_after_ms="20")
+    busy = refuses(429, b'{"message": "slow down, please"}', retry_after_ms="20")
     running = gateway({}, pool(upstream(busy).url))
     response = httpx.post(f"{running.url}{path}", json={**BODY, "max_tokens": 5}, timeout=60, verify=TRUST)
     assert response.status_code == 429 and "slow down, please" in response.json()["error"]["message"]
@@ -88,20 +84,8 @@ def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstre
     assert response.status_code == 429 and response.headers["retry-after"] == "30" and len(server.requests) == 1
 
 
-@pytest.mark.parametrize("status", [502, 503])
-def test_u2_an_error_before_the_first_byte_is_tried_at_another_server(gateway: Any, upstream: Any, status: int) -> None:
-    failing, working = upstream(refuses(status)), upstream(says("hello"))
-    running = gateway({}, pool(failing.url, working.url))
-    assert [post(running).status_code for _ in range(4)] == [200] * 4
-    assert 1 <= len(failing.requests) <= 2 and len(working.requests) == 4
-    assert all(request.json == BODY | {"model": "m"} for request in working.requests)
 
 
-@pytest.mark.parametrize("status", [500, 504, 400, 404, 501])
-def test_u2_other_errors_are_no_reason_to_ask_again(gateway: Any, upstream: Any, status: int) -> None:
-    servers = [upstream(refuses(status)), upstream(refuses(status))]
-    assert post(gateway({}, pool(*(one.url for one in servers)))).status_code == status
-    assert sum(len(one.requests) for one in servers) == 1
 
 
 def test_u2_two_retries_at_most_and_the_last_error_passes(gateway: Any, upstream: Any) -> None:
@@ -171,14 +155,6 @@ def test_u3_if_none_can_be_reached_the_error_shows_no_address(gateway: Any) -> N
     assert "127.0.0.1" not in response.text
 
 
-def test_u10_the_breaker_spares_a_server_that_fails_five_times_in_a_row(gateway: Any, upstream: Any) -> None:
-    failing, working = upstream(hangs_up), upstream(says("hello"))
-    running = gateway({}, pool(failing.url, working.url))
-    assert [post(running).status_code for _ in range(40)] == [200] * 40
-    # Each attempt on the first server is one request; a kept connection that breaks is not counted against it.
-    assert len(failing.requests) == 5 and len(working.requests) == 40
-    [sample] = [one for one in running.runtime.fleet.samples() if one.state != "ready"]
-    assert (sample.member, sample.state, sample.failures) == ("s0", "open", 5)
 
 
 def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_back(gateway: Any, upstream: Any) -> None:
@@ -218,16 +194,6 @@ def test_u10_a_server_that_errs_is_left_out_whatever_route_finds_it_out(
     )
 
 
-def test_u10_requests_that_a_server_cannot_compute_close_it_to_nobody(gateway: Any, upstream: Any) -> None:
-    """One tenant's poison, answered 500, opens no breaker, and ejects a server only while there is another one."""
-
-    def script(request: Any) -> None:
-        poison = b"poison" in request.body
-        request.answer(b'{"error": {"message": "no"}}' if poison else ANSWER, 500 if poison else 200)
-
-    running = gateway({}, pool(upstream(script).url, upstream(script).url))
-    assert [post(running, user="poison").status_code for _ in range(20)] == [500] * 20
-    assert [post(running).status_code for _ in range(4)] == [200] * 4
 
 
 def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
