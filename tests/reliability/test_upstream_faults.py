@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.protocol.wire import EventSplitter
-from agentspec.proxy.forwarding import StreamInspector
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 
@@ -53,7 +48,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def told(content: bytes, whole: bytes) -> dict[str, Any]:
+def error_after(content: bytes, whole: bytes) -> dict[str, Any]:
     """The error event that follows the events `whole`, which is the last one."""
     assert content.startswith(whole)
     rest = content[len(whole) :]
@@ -67,110 +62,82 @@ def outcomes(running: Any, outcome: str) -> float:
     return found
 
 
-def test_u1_too_many_requests_passes_with_the_time_to_wait(gateway: Any, upstream: Any) -> None:
-    body = b'{"error": {"message": "slow down", "type": "rate_limit", "code": 7}}'
-    server = upstream(lambda request: request.answer(body, 429, retry_after="2", x_ratelimit_limit_requests="9"))
-    response = post(gateway({}, settings(server.url)))
-    assert (response.status_code, response.content) == (429, body)
-    assert response.headers["retry-after"] == "2" and response.headers["x-ratelimit-limit-requests"] == "9"
-    assert len([request for request in server.requests if request.method == "POST"]) == 1
+OBJECT = b'{ "error": {"message": "slow down", "type": "rate_limit", "code": 7, "more": 1.10}}'
 
 
-@pytest.mark.parametrize("status", [500, 502, 503])
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
 @pytest.mark.parametrize(
     "body",
-    [b"", b"<html><h1>503</h1>nginx on node7.internal</html>", b"[1]", b'{"detail": "gone"}', b'{"error": "gone"}'],
+    [OBJECT, b"", b"<html>nginx on node7.internal</html>", b"[1]", b'{"detail": "gone"}', b'{"error": "gone"}'],
 )
-def test_u2_errors_of_the_server_pass_as_error_objects(gateway: Any, upstream: Any, status: int, body: bytes) -> None:
-    server = upstream(lambda request: request.answer(body, status, "text/html", retry_after="2"))
-    response = post(gateway({}, settings(server.url)))
+def test_u1_u2_errors_pass_as_error_objects_with_the_time_to_wait(
+    gateway: Any, upstream: Any, status: int, body: bytes
+) -> None:
+    headers = {"retry_after": "2", "x_ratelimit_limit_requests": "9"}
+    server = upstream(lambda request: request.answer(body, status, "text/html", **headers))
+    response = post(gateway({}, settings(server.url, server_kind="other")))
+    assert response.status_code == status and len(server.requests) == 1
+    assert response.headers["retry-after"] == "2" and response.headers["x-ratelimit-limit-requests"] == "9"
+    if body == OBJECT:
+        assert response.content == body
+        return
     error = error_of(response)
-    assert response.status_code == status and response.headers["retry-after"] == "2"
     assert response.headers["content-type"] == "application/json" and error["code"] == "upstream_status"
     assert error["message"].startswith(f"upstream 'big' answered {status}") and "internal" not in response.text
     assert ("gone" in error["message"]) == (b"gone" in body)
 
 
-def test_u2_an_error_object_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
-    body = b'{ "error": {"message": "out of memory", "more": 1.10}}'
-    response = post(gateway({}, settings(upstream(lambda request: request.answer(body, 500)).url)))
-    assert (response.status_code, response.content) == (500, body)
+def closed_at_once() -> str:
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def close() -> None:
+        with listening:
+            listening.accept()[0].close()
+
+    threading.Thread(target=close, daemon=True).start()
+    return f"https://127.0.0.1:{listening.getsockname()[1]}/v1"
 
 
-@pytest.mark.parametrize("why", ["refused", "dns", "tls", "redirect", "600", "no http", "too long"])
-def test_u3_a_server_that_cannot_be_reached(gateway: Any, upstream: Any, why: str) -> None:
-    def script(request: Any) -> None:
-        if why == "redirect":
-            request.answer(b"", 307, location="http://169.254.169.254/")
-        elif why == "600":
-            request.answer(b"{}", 600)
-        elif why == "too long":
-            request.head(200, "application/json", content_length=str(80 << 20))
-            request.send(bytes(80 << 20))
-        else:
-            request.send(b"SSH-2.0-OpenSSH\r\n")
+UNREACHABLE: dict[str, Callable[[Any], Any] | str] = {
+    "refused": "http://127.0.0.1:9/v1",
+    "dns": "http://no-such-host.invalid/v1",
+    "tls": "",
+    "redirect": lambda request: request.answer(b"", 307, location="http://169.254.169.254/"),
+    "600": lambda request: request.answer(b"{}", 600),
+    "no http": lambda request: request.send(b"SSH-2.0-OpenSSH\r\n"),
+    "too long": lambda request: request.answer(bytes(80 << 20)),
+}
 
-    plain = upstream(script).url
-    closing = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=lambda: closing.accept()[0].close()).start()
-    url = {
-        "refused": "http://127.0.0.1:9/v1",
-        "dns": "http://no-such-host.invalid/v1",
-        "tls": f"https://127.0.0.1:{closing.getsockname()[1]}/v1",
-    }.get(why, plain)
+
+@pytest.mark.parametrize("way", UNREACHABLE.values(), ids=UNREACHABLE)
+def test_u3_a_server_that_cannot_be_reached(gateway: Any, upstream: Any, way: Any) -> None:
+    url = upstream(way).url if callable(way) else way or closed_at_once()
     response = post(gateway({}, settings(url, server_kind="other")))
-    socket.create_connection(closing.getsockname()).close()
-    closing.close()
     error = error_of(response)
     assert response.status_code == 502 and error["code"] == "upstream_unreachable" and "'big'" in error["message"]
     for address in ("127.0.0.1", "invalid", "169.254", "http"):
         assert address not in response.text
 
 
-@pytest.mark.parametrize("limit", [{"read_timeout": 0.3}, {"server": {"request_timeout": 0.3}}])
-def test_u4_no_first_byte(gateway: Any, upstream: Any, limit: dict[str, Any]) -> None:
+@pytest.mark.parametrize("limit", [{"read_timeout": 0.2}, {"server": {"request_timeout": 0.4}}])
+@pytest.mark.parametrize("begun", [None, b"", TOKENS[0], TOKENS[0] + TOKENS[1][:20]])
+def test_u4_u5_an_answer_that_stalls(gateway: Any, upstream: Any, limit: dict[str, Any], begun: bytes | None) -> None:
+    """Before its head (`None`), or within its stream."""
     left = threading.Event()
 
     def script(request: Any) -> None:
+        if begun is not None:
+            request.head()
+            request.send(begun)
         if request.client_left(60):
             left.set()
 
-    running = gateway({}, settings(upstream(script).url, **limit))
+    running = gateway({}, settings(upstream(script).url, server_kind="other", **limit))
     response = post(running)
-    assert response.status_code == 504 and error_of(response)["code"] in ("upstream_timeout", "request_timeout")
-    assert left.wait(60) and outcomes(running, "server_error") == 1
-
-
-@pytest.mark.long
-def test_u3_and_u4_in_time(gateway: Any, upstream: Any) -> None:
-    def seconds(running: Any, status: int) -> float:
-        began = time.perf_counter()
-        assert post(running).status_code == status
-        return time.perf_counter() - began
-
-    assert seconds(gateway({}, settings("http://127.0.0.1:9/v1", server_kind="other")), 502) <= 1.0
-    server = upstream(lambda request: request.client_left(60) and None)
-    limits: list[dict[str, Any]] = [{"read_timeout": 3.0}, {"server": {"request_timeout": 3.0}}]
-    for limit in limits:
-        assert 2.7 <= seconds(gateway({}, settings(server.url, server_kind="other", **limit)), 504) <= 3.3
-
-
-@pytest.mark.parametrize("limit", [{"read_timeout": 0.3}, {"server": {"request_timeout": 0.5}}])
-@pytest.mark.parametrize("begun", [b"", TOKENS[0], TOKENS[0] + TOKENS[1][:20]])
-def test_u5_a_stream_that_stalls(gateway: Any, upstream: Any, limit: dict[str, Any], begun: bytes) -> None:
-    left = threading.Event()
-
-    def script(request: Any) -> None:
-        request.head()
-        request.send(begun)
-        if request.client_left(60):
-            left.set()
-
-    running = gateway({}, settings(upstream(script).url, **limit))
-    response = post(running)
-    whole = TOKENS[0] if TOKENS[0] in begun else b""
-    assert response.status_code == 200
-    assert told(response.content, whole)["code"] in ("upstream_timeout", "request_timeout")
+    assert response.status_code == (504 if begun is None else 200)
+    whole = TOKENS[0] if TOKENS[0] in (begun or b"") else b""
+    error = error_of(response) if begun is None else error_after(response.content, whole)
+    assert error["code"] in ("upstream_timeout", "request_timeout")
     assert left.wait(60) and outcomes(running, "server_error") == 1
 
 
@@ -201,18 +168,9 @@ def test_u6_a_stream_that_is_cut_at_each_chunk(cutting: Any, clean: bool, every:
     for cut in range(0, 51, every):
         half = TOKENS[cut][:30] if cut < 50 else b""
         state["pieces"] = [*TOKENS[:cut], *([half] if half else [])]
-        assert told(post(running).content, b"".join(TOKENS[:cut]))["code"] == "upstream_unreachable"
+        assert error_after(post(running).content, b"".join(TOKENS[:cut]))["code"] == "upstream_unreachable"
     assert len(server.requests) == sent + len(range(0, 51, every)), "nothing was sent again"
     assert outcomes(running, "server_error") == failed + len(range(0, 51, every))
-
-
-def test_u6_a_client_library_raises(cutting: Any) -> None:
-    running, _, state = cutting
-    state.update(pieces=TOKENS[:3], clean=True)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="k", max_retries=0) as client:
-        stream = client.chat.completions.create(model=MODEL, messages=[], stream=True)
-        with pytest.raises(openai.APIError, match="before it was finished"):
-            list(stream)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, 39])
@@ -237,18 +195,18 @@ def test_u6_an_error_event_of_the_upstream_counts_as_an_error(cutting: Any) -> N
     assert outcomes(running, "server_error") == failed + 2 and outcomes(running, "client_error") == refused + 1
 
 
-@pytest.mark.parametrize("line", [b"data: " + b"x" * (10 << 20), b"data: x\n" * (5 << 18)])
-def test_u7_an_event_of_ten_megabytes_is_not_held(line: bytes) -> None:
-    splitter, inspector = EventSplitter(), StreamInspector(1)
-    pieces = [line[at : at + 65536] for at in range(0, len(line), 65536)]
+@pytest.mark.parametrize("piece", [b"x" * 65536, b"data: x\n" * 8192])
+def test_u7_an_event_of_many_megabytes_is_not_held(cutting: Any, piece: bytes) -> None:
+    running, _, state = cutting
+    state.update(pieces=[b"data: ", *[piece] * 320], clean=True)
     tracemalloc.start()
     try:
-        for piece in pieces:
-            inspector.read(splitter.feed(piece)[splitter.whole_from :])
+        with httpx.stream("POST", f"{running.url}{CHAT}", json=BODY, timeout=60) as response:
+            assert sum(len(part) for part in response.iter_raw(65536)) > 20 << 20
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak <= 2 << 20
+    assert peak <= 8 << 20
 
 
 def test_u7_a_compressed_answer_says_that_it_is_and_a_stream_is_refused(gateway: Any, upstream: Any) -> None:
@@ -290,57 +248,6 @@ def test_u8_odd_answers_pass_untouched(cutting: Any, gateway: Any, upstream: Any
     assert (response.status_code, response.content) == (200, wire)
 
 
-def test_u8_allowed_fields_reach_the_upstream_as_they_are(gateway: Any, upstream: Any) -> None:
-    server = upstream(lambda request: request.answer(b"{}"))
-    running = gateway({}, settings(server.url, allow_fields=("unheard_of",)))
-    sent = {"unheard_of": {"a": [None, 2**70, -1e-300]}, "temperature": None, "top_p": "x"}
-    assert post(running, **sent).status_code == 200
-    assert server.requests[-1].json == {**BODY, **sent}
-
-
-@contextmanager
-def slow_streams(running: Any, count: int) -> Iterator[None]:
-    """`count` clients that have asked and wait for an answer."""
-    content = json.dumps({**BODY, "slow": True}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    host, port = running.url.removeprefix("http://").split(":")
-    with ExitStack() as stack:
-        for _ in range(count):
-            client = stack.enter_context(socket.create_connection((host, int(port))))
-            client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        yield
-
-
-def drip(stop: threading.Event, pause: float, begun: threading.Semaphore) -> Callable[[Any], None]:
-    """An upstream that sends slow answers a byte at a time, and others at once."""
-
-    def script(request: Any) -> None:
-        if b'"slow"' not in request.body:
-            return request.answer(WHOLE, 200, "text/event-stream")
-        request.head()
-        begun.release()
-        for position in range(len(TOKENS[0])):
-            if stop.wait(pause):
-                return
-            request.send(TOKENS[0][position : position + 1])
-
-    return script
-
-
-def test_u9_slow_upstreams_keep_nobody_else_waiting(gateway: Any, upstream: Any) -> None:
-    stop, begun = threading.Event(), threading.Semaphore(0)
-    server = upstream(drip(stop, 1.0, begun))
-    running = gateway({}, settings(server.url, server_kind="other", allow_fields=("slow",)))
-    try:
-        with slow_streams(running, 200):
-            assert all(begun.acquire(timeout=60) for _ in range(200))
-            for _ in range(50):
-                assert post(running).content == WHOLE
-            assert running.app.limiter.running == 200
-    finally:
-        stop.set()
-
-
 KEY = "sk-operator-canary-0123456789"
 ACCOUNT = {"openai_organization": "org-canary", "openai_project": "proj_canary", "openai_processing_ms": "5"}
 TELLS = (
@@ -367,25 +274,24 @@ def test_a_refusal_of_the_operators_key_stays_with_the_operator(
         assert secret not in response.text + str(response.headers)
 
 
-def test_a_refusal_of_the_clients_key_is_the_clients(gateway: Any, upstream: Any) -> None:
+@pytest.mark.parametrize("keyed", [False, True])
+def test_without_the_operators_key_a_refusal_is_the_clients(
+    gateway: Any, upstream: Any, tmp_path: Any, keyed: bool
+) -> None:
+    """Unless the client's key is for the gateway: it cannot have been the one that was refused."""
+    (tmp_path / "key").write_text("mine")
     server = upstream(lambda request: request.answer(TELLS, 401, **ACCOUNT))
-    running = gateway({}, settings(server.url))
+    keys = {"api_keys": (ApiKey(tenant="a", key_file=tmp_path / "key"),)} if keyed else {}
     headers = {"authorization": "Bearer mine", "openai-organization": "org-mine"}
+    running = gateway({}, settings(server.url, keys, server_kind="other"))
     response = httpx.post(f"{running.url}{CHAT}", json=BODY, headers=headers)
-    assert (response.status_code, response.content) == (401, TELLS)
-    assert response.headers["openai-organization"] == "org-canary"
+    assert ("authorization" in server.requests[-1].headers) is not keyed
     assert server.requests[-1].headers["openai-organization"] == "org-mine"
-
-
-def test_without_a_key_of_either_side_a_refusal_is_the_operators(gateway: Any, upstream: Any, tmp_path: Any) -> None:
-    """The client's key is for the gateway, so it cannot have been the one that was refused."""
-    (tmp_path / "key").write_text("gateway-key")
-    server = upstream(lambda request: request.answer(TELLS, 401))
-    keys = {"api_keys": (ApiKey(tenant="a", key_file=tmp_path / "key"),)}
-    running = gateway({}, settings(server.url, keys))
-    response = httpx.post(f"{running.url}{CHAT}", json=BODY, headers={"authorization": "Bearer gateway-key"})
-    assert response.status_code == 502 and error_of(response)["code"] == "upstream_authentication"
-    assert "authorization" not in server.requests[-1].headers
+    if keyed:
+        assert response.status_code == 502 and error_of(response)["code"] == "upstream_authentication"
+    else:
+        assert (response.status_code, response.content) == (401, TELLS)
+        assert response.headers["openai-organization"] == "org-canary"
 
 
 @pytest.mark.parametrize("status", [200, 400, 429, 500])
@@ -449,7 +355,7 @@ HALF = {
 def test_u6_what_looks_like_an_end_hides_no_cut(cutting: Any, fields: dict[str, Any], pieces: list[bytes]) -> None:
     running, _, state = cutting
     state.update(pieces=pieces, clean=True)
-    assert told(post(running, **fields).content, b"".join(pieces))
+    assert error_after(post(running, **fields).content, b"".join(pieces))
 
 
 NUMBERS = b'data: {"usage": [1], "choices": 5}\n\ndata: {"usage": {"prompt_tokens": 1' + b"0" * 5000 + b"}}\n\n"
