@@ -84,10 +84,6 @@ def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstre
     assert response.status_code == 429 and response.headers["retry-after"] == "30" and len(server.requests) == 1
 
 
-
-
-
-
 def test_u2_two_retries_at_most_and_the_last_error_passes(gateway: Any, upstream: Any) -> None:
     order: list[int] = []
 
@@ -155,8 +151,6 @@ def test_u3_if_none_can_be_reached_the_error_shows_no_address(gateway: Any) -> N
     assert "127.0.0.1" not in response.text
 
 
-
-
 def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_back(gateway: Any, upstream: Any) -> None:
     failing = upstream(refuses(503))
     running = gateway({}, pool(failing.url, fleet={"max_retries": 0}))
@@ -192,8 +186,6 @@ def test_u10_a_server_that_errs_is_left_out_whatever_route_finds_it_out(
         5 <= len(bad.requests) <= 10
         and {one.member: one.state for one in running.runtime.fleet.samples()}["s0"] == "erring"
     )
-
-
 
 
 def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
