@@ -185,9 +185,8 @@ class LossyAcceptanceSettings(StrategySettings):
     @model_validator(mode="after")
     def _belongs_to_its_rule(self) -> Self:
         """Refuses a setting that the rule would ignore. Its default may be written out."""
-        other, change = {"typical": ("threshold", "set judge_head"), "judge": ("epsilon", "leave out judge_head")}[
-            self.rule
-        ]
+        typical = self.judge_head is None
+        other, change = ("threshold", "set judge_head") if typical else ("epsilon", "leave out judge_head")
         if getattr(self, other) != type(self).model_fields[other].default:
             raise ValueError(f"{other} does not concern the rule {self.rule!r}: leave it out, or {change}")
         return self

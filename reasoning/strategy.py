@@ -102,11 +102,8 @@ async def prepare(strategy: Strategy[Any]) -> list[str]:
             leave: Any = getattr(role.backend, "leave_loop", None)
             if leave is not None:
                 await leave()
-    distinct: dict[int, str] = {}  # a judge may be the base model
-    for role_name in silent:
-        distinct.setdefault(id(strategy.roles[role_name]), role_name)
-    for role_name in distinct.values():
-        logger.warning("the %s model of %s does not answer yet", role_name, strategy.name)
+    if silent:
+        logger.warning("models of %s do not answer yet: %s", strategy.name, ", ".join(silent))
     return silent
 
 
@@ -114,3 +111,9 @@ async def answers(backend: Backend) -> bool:
     """Whether the backend answers a probe, which also finds out the capabilities of an endpoint."""
     probe: Any = getattr(backend, "probe", None)
     return probe is None or bool((await probe(PROBE_SECONDS)).answers)
+
+
+def whole_text(delta: Delta) -> str:
+    """The text of a delta, with what an endpoint's parser of thoughts has sent as reasoning instead of content."""
+    thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
+    return (thought if isinstance(thought, str) else "") + delta.text

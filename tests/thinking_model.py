@@ -87,7 +87,7 @@ def _judged(prompt: str) -> str:
 
 
 def _is_question(prompt: str) -> bool:
-    return prompt.endswith(("score is: ", "["))
+    return prompt.endswith("score is: ") or (prompt.endswith("[") and "<end_s2>" in prompt)
 
 
 class Recorder:

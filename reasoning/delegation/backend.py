@@ -48,15 +48,17 @@ class DelegationBackend(Strategy[DelegationSettings]):
         """As `Strategy.prepare`. Raises `ConfigurationError` for a model that neither continues messages nor takes
         token ids.
         """
-        answering: dict[int, bool] = {}
-        for model in self.roles.values():
-            if id(model) not in answering:  # a judge may be the base model
-                answering[id(model)] = await answers(model.backend)
-                if answering[id(model)]:
-                    await model.check(self.settings.think_start)
-                    if model.continues_messages:
-                        await find_keeps_thinking(model, self.settings)
-        return [role for role, model in self.roles.items() if not answering[id(model)]]
+        silent = []
+        for role, model in self.roles.items():
+            if role == "judge" and model is self.roles["base"]:
+                continue
+            if not await answers(model.backend):
+                silent.append(role)
+                continue
+            await model.check(self.settings.think_start)
+            if model.continues_messages:
+                await find_keeps_thinking(model, self.settings)
+        return silent
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield each part of the thinking as a `reasoning` delta once it is final, then the answer.

@@ -45,7 +45,7 @@ _STEP_MARKS = re.compile(r"<(?=(?:start|end)_s[12]>)")
 
 @dataclass(slots=True)
 class DraftChain:
-    """Drafts of the small model, one behind the other, and the base model's own step behind each of them.
+    """Drafts of the small model, each after the one before, and the base model's own step after each of them.
 
     A sliding window: at most `depth` drafts are ahead of those that were accepted, so that drafting and the base
     model's calls go on while drafts are accepted.
@@ -56,8 +56,8 @@ class DraftChain:
     drafts: list[Step] = field(default_factory=list)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
     accepted: int = 0
-    failure: Exception | None = None
-    complete: bool = False
+    failure: Exception | None = None  # the error that stopped the small model
+    _complete: bool = False
     _drafted_tokens: int = 0
     _kept_before: int = 0
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -65,8 +65,7 @@ class DraftChain:
 
     async def __aenter__(self) -> DraftChain:
         self._kept_before = self.thinking.kept.total()
-        limits = self.thinking.limits("base")
-        self.own.append(self._write(self.thinking.context("base").fork(), limits))
+        self._write(self.thinking.context("base"), self.thinking.limits("base"))
         self._growing = asyncio.create_task(self._grow())
         return self
 
@@ -77,41 +76,41 @@ class DraftChain:
     async def draft(self, index: int) -> Step | None:
         """Wait for the draft at `index`; None if the chain ends before it."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.drafts) > index or self.complete)
+            await self._changed.wait_for(lambda: len(self.drafts) > index or self._complete)
         return self.drafts[index] if len(self.drafts) > index else None
 
     async def accept(self) -> None:
-        """Move the window on by one draft, which was kept."""
+        """Move the window on by one draft, which was accepted."""
         async with self._changed:
             self.accepted += 1
             self._changed.notify_all()
-
-    def raise_failure(self) -> None:
-        """Raise the error that stopped the small model, if there was one."""
-        if self.failure is not None:
-            raise self.failure
 
     async def _grow(self) -> None:
         small, base = self.thinking.context("small").fork(), self.thinking.context("base").fork()
         try:
             while await self._has_room():
-                limits = self.thinking.limits("small", pending=self._pending, within=self._inside_paragraph)
+                within = not self.drafts and self.thinking.inside_paragraph
+                limits = self.thinking.limits("small", pending=self._pending, within=within)
                 step = await self.thinking.draft(small, limits)
                 self._drafted_tokens += step.tokens
                 await small.extend(step.text, step.token_ids)
                 await base.extend(step.text)
                 cut = step.ending != "boundary"
-                self.own.append(
-                    self._write(base.fork(), self.thinking.limits("base", pending=self._pending, within=cut))
-                )
-                await self._tell(step)
-                if cut:  # nothing drafted behind it could be kept
+                self._write(base, self.thinking.limits("base", pending=self._pending, within=cut))
+                async with self._changed:
+                    self.drafts.append(step)
+                    self._changed.notify_all()
+                if cut:  # nothing drafted after it could be accepted
                     break
         except Exception as error:
             self.failure = error
         finally:
-            self.complete = True
-            await asyncio.shield(self._tell(None))
+            await asyncio.shield(self._end())
+
+    async def _end(self) -> None:
+        async with self._changed:
+            self._complete = True
+            self._changed.notify_all()
 
     async def _has_room(self) -> bool:
         """Wait until the window has room for one more draft; False once the thinking's budgets have none."""
@@ -121,21 +120,12 @@ class DraftChain:
 
     @property
     def _pending(self) -> int:
-        """Drafted tokens that are not kept yet."""
+        """Drafted tokens that are not accepted yet."""
         return max(0, self._drafted_tokens - (self.thinking.kept.total() - self._kept_before))
 
-    @property
-    def _inside_paragraph(self) -> bool:
-        return not self.drafts and self.thinking.inside_paragraph
-
-    async def _tell(self, step: Step | None) -> None:
-        async with self._changed:
-            if step is not None:
-                self.drafts.append(step)
-            self._changed.notify_all()
-
-    def _write(self, context: Context, limits: StepLimits) -> asyncio.Task[Step]:
-        return asyncio.create_task(self.thinking.draft(context, limits, "base"))
+    def _write(self, context: Context, limits: StepLimits) -> None:
+        """Let the base model write its own step after `context`."""
+        self.own.append(asyncio.create_task(self.thinking.draft(context.fork(), limits, "base")))
 
 
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
@@ -147,13 +137,14 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
         async with DraftChain(thinking, settings.depth) as chain:
             await verify(thinking, settings, chain)
             async with thinking.degrading("small"):
-                chain.raise_failure()
+                if chain.failure is not None:
+                    raise chain.failure
 
 
 def may_draft(thinking: Thinking, settings: LookaheadSettings) -> bool:
-    """Whether a draft could be kept as the next step: behind a cut step none is.
+    """Whether a draft could be accepted as the next step: after a cut step none is.
 
-    By the letter the thinking has to remain the base model's own: there a cut draft is not kept, but one behind it may.
+    By the letter the thinking has to remain the base model's own: there a cut draft is not accepted, one after it may.
     """
     by_letter = settings.compare == "equal"
     judged = by_letter or (thinking.has("judge") and not thinking.inside_paragraph)
@@ -176,31 +167,26 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
 
 
 async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the base model's own step means the same as `draft`; False if the judge fails."""
+    """Whether the draft may replace the base model's own step; False if the judge fails."""
     thinking.propose(draft)
-    began, same, reason = time.perf_counter(), False, "no judge"
-    async with thinking.degrading("judge"):
-        same, reason = await _same(thinking, settings, draft, own), ""
+    began, same, reason = time.perf_counter(), False, ""
+    if draft.blank or own.blank or not may_replace(thinking, settings, draft, own):
+        pass
+    elif settings.compare == "equal" or _letters(draft) == _letters(own):  # this needs no judge
+        same = settings.compare != "equal" or draft.text == own.text
+    elif thinking.has("judge"):
+        reason = "no judge"
+        async with thinking.degrading("judge"):
+            same, reason = await aligned(thinking, draft, own, settings), ""
     seconds = time.perf_counter() - began
     thinking.trace.add("scored", value=float(same), accepted=same, seconds=seconds, reason=reason)
     return same
 
 
-async def _same(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
-    """Whether the draft may replace the base model's own step."""
-    if draft.blank or own.blank or not _may_replace(thinking, settings, draft, own):
-        return False
-    if settings.compare == "equal":
-        return draft.text == own.text
-    if _letters(draft) == _letters(own):  # this needs no judge
-        return True
-    return thinking.has("judge") and await aligned(thinking, draft, own, settings)
-
-
 async def aligned(thinking: Thinking, draft: Step, own: Step, settings: LookaheadSettings) -> bool:
     """Whether the judge says that `draft` and `own`, two next steps of the thinking so far, mean the same.
 
-    The judge generates one token behind "[", which accepts if it holds "ali" and not "un".
+    The judge generates one token after "[", which accepts if it holds "ali" and not "un".
     """
     question = QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
     alone, judge = thinking.request_for([message("user", question)]), thinking.roles["judge"]
@@ -218,7 +204,7 @@ def _letters(step: Step) -> str:
     return step.text.replace(" ", "").replace("\n", "").lower()
 
 
-def _may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
+def may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
     """Whether the ways in which the two steps ended allow it, whatever they say."""
     if own.ending == "stop" or (draft.ending == "closed") != (own.ending == "closed"):
         return False  # the base model's own end of the thinking counts

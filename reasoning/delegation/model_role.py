@@ -14,8 +14,9 @@ from typing import Any, TypeVar, cast
 
 from agentspec.backends.base import NONE, Backend, Tokenization, closing_items, tokenization_of
 from agentspec.backends.chat_templates import escape_markers
-from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError, UpstreamTimeoutError
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamTimeoutError
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Ending, Step, StepReader
+from agentspec.reasoning.strategy import whole_text
 from agentspec.text import REPLACEMENT
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -232,7 +233,7 @@ class ModelRole:
                 arrived = _arrived(delta)
                 counted += arrived
                 spend(arrived)
-                text = held + _text_of(delta)
+                text = held + whole_text(delta)
                 held = text[len(text.rstrip(REPLACEMENT)) :]  # perhaps a character that the token limit cuts
                 if (piece := reader.feed(text.removesuffix(held))) and on_text is not None:
                     await on_text(piece)
@@ -247,7 +248,8 @@ class ModelRole:
         end = "" if cut else reader.feed(held)
         if (end := end + await self._unsent_end(reader, ids, last, limits)) and on_text is not None:
             await on_text(end)
-        ending = _ending_of(reader, last)
+        # A step that was cut goes on only if it has text: a call that adds nothing would be answered likewise for ever.
+        ending: Ending = reader.ended or ("length" if last.finish_reason == "length" and reader.text else "stop")
         # At an end of the model's own, `ids` include the token that ended the answer.
         exact = self.tokenization is not None and not reader.rest and ending not in ("closed", "stop")
         prompt = 0 if last.usage is None else last.usage.prompt_tokens
@@ -260,7 +262,7 @@ class ModelRole:
         request = context.request(SamplingParams(temperature=0.0, max_tokens=1, logprobs=logprobs))
         async with aclosing(self.deltas(request, seconds)) as deltas:
             async for delta in deltas:
-                text += _text_of(delta)
+                text += whole_text(delta)
                 spend(_arrived(delta))
                 first = first or next(iter(delta.logprobs), None)
         return text if first is None else first.text
@@ -313,11 +315,6 @@ class ModelRole:
         return end + reader.finish()
 
 
-def is_model_failure(error: Exception) -> bool:
-    """Whether `error` means that a model cannot be used, not that agentspec has a bug."""
-    return isinstance(error, (AgentSpecError, OSError))
-
-
 def _shown(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     """The tools and the template arguments of `request`, from its own fields or from `extra`."""
     arguments = request.template_arguments or request.extra.get("chat_template_kwargs") or NONE
@@ -330,22 +327,9 @@ def _bare(request: GenerateRequest) -> GenerateRequest:
     return replace(request, tools=(), template_arguments={}, extra=kept)
 
 
-def _text_of(delta: Delta) -> str:
-    """The text of a delta, including text that the endpoint sends as reasoning instead of content."""
-    thought = delta.extra.get("reasoning_content") or delta.extra.get("reasoning")
-    return (thought if isinstance(thought, str) else "") + delta.text
-
-
 def _arrived(delta: Delta) -> int:
     """The number of tokens in a delta; text without token ids counts as one token until the usage is known."""
-    return len(delta.token_ids) or (1 if _text_of(delta) else 0)
-
-
-def _ending_of(reader: StepReader, last: Delta) -> Ending:
-    """What ended the step. Only a step with text that its token limit cut is gone on with: a call that adds nothing,
-    or that the endpoint ended for reasons of its own, would be answered likewise for ever.
-    """
-    return reader.ended or ("length" if last.finish_reason == "length" and reader.text else "stop")
+    return len(delta.token_ids) or (1 if whole_text(delta) else 0)
 
 
 def _behind(whole: str, known: str) -> str:

@@ -11,14 +11,7 @@ from typing import Any
 
 from agentspec.errors import AgentSpecError
 from agentspec.protocol.requests import FORM_FIELDS
-from agentspec.reasoning.delegation.model_role import (
-    Context,
-    ModelRole,
-    Spend,
-    StepLimits,
-    Stopwatch,
-    is_model_failure,
-)
+from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend, StepLimits, Stopwatch
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.delegation.trace import Trace
 from agentspec.reasoning.settings import DelegationSettings
@@ -28,7 +21,12 @@ from agentspec.types import GenerateRequest, Message, SamplingParams
 
 RESERVED = 4  # a quarter of a model's context is left for the answer
 TEMPERATURE, TOP_P = 0.6, 0.95  # of the thinking, as published
+MODEL_FAILURES = (AgentSpecError, OSError)  # all other errors are bugs of agentspec
 _DEFAULTS = SamplingParams()
+_OF_EVERY_CALL = (  # the latency goal, too: clients read the thoughts as they come
+    *("labels", "tenant", "speculation", "store", "priority"),
+    "latency_target_ms_per_token",
+)
 
 
 class Thinking:
@@ -105,18 +103,8 @@ class Thinking:
 
     def request_for(self, messages: Sequence[Message]) -> GenerateRequest:
         """A request with `messages` and the fields that concern every call made for this answer."""
-        asked = self.request
-        return GenerateRequest(
-            asked.model,
-            messages=messages,
-            labels=asked.labels,
-            tenant=asked.tenant,
-            speculation=asked.speculation,
-            store=asked.store,
-            priority=asked.priority,
-            latency_target_ms_per_token=asked.latency_target_ms_per_token,  # clients read the thoughts as they come
-            split_reasoning=False,
-        )
+        given: dict[str, Any] = {name: getattr(self.request, name) for name in _OF_EVERY_CALL}
+        return GenerateRequest(self.request.model, messages=messages, split_reasoning=False, **given)
 
     @property
     def text(self) -> str:
@@ -134,8 +122,8 @@ class Thinking:
         """If the model in `role` fails in this block, continue without it. Errors of the base model are raised."""
         try:
             yield
-        except Exception as error:
-            if role == "base" or not is_model_failure(error):
+        except MODEL_FAILURES as error:
+            if role == "base":
                 raise
             self.degrade(role, error)
 
@@ -207,8 +195,8 @@ class Thinking:
         limits = limits or self.limits(author)
         try:
             step = await self.roles[author].write(self.context(author), author, limits, self.spend(author), on_text)
-        except Exception as error:
-            if author == "base" or not sent or not is_model_failure(error):
+        except MODEL_FAILURES as error:
+            if author == "base" or not sent:
                 raise
             self.degrade(author, error)
             step = Step(sent + held, author, "length", self.spent[author] - before)

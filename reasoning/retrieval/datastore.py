@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,12 +63,12 @@ class DatastoreManifest:
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest atomically."""
-        beside = folder / f"{MANIFEST}.new"
-        with beside.open("w") as file:
+        fresh = folder / f"{MANIFEST}.new"
+        with fresh.open("w") as file:
             json.dump(asdict(self), file, indent=2)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(folder / MANIFEST)
+        fresh.replace(folder / MANIFEST)
 
 
 def require_model(folder: Path, manifest: DatastoreManifest, fingerprint: str, model: str) -> None:
@@ -105,20 +105,25 @@ class Datastore:
         return cls(manifest, keys, values)
 
 
-class DatastoreWriter:
-    """Appends to the datastore in `folder`, after cutting off entries that its manifest does not count.
+class DatastoreWriter(ExitStack):
+    """Appends to the datastore in `folder`, after cutting off entries that its manifest does not count. Leaving it
+    closes it.
 
     Raises `ConfigurationError` for a folder with a datastore of another model or corpus, and for a folder that another
     build is writing to.
     """
 
     def __init__(self, folder: Path, fresh: DatastoreManifest) -> None:
+        super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._lock = _locked(folder)
-        self.manifest = _continued(folder, fresh)
-        self._keys = (folder / KEYS).open("ab")
-        self._values = (folder / VALUES).open("ab")
+        lock = FileLock(folder / "writer.lock", timeout=0, thread_local=False)  # ends with this process at the latest
+        try:
+            self.enter_context(lock)
+        except Timeout:
+            raise ConfigurationError(f"another build is writing to {str(folder)!r}") from None
+        self.folder, self.manifest = folder, _continued(folder, fresh)
+        self._keys = self.enter_context((folder / KEYS).open("ab"))
+        self._values = self.enter_context((folder / VALUES).open("ab"))
         self._keys.truncate(self.manifest.entries * self.manifest.width * np.dtype(np.float16).itemsize)
         self._values.truncate(self.manifest.entries * np.dtype(np.int32).itemsize)
 
@@ -132,40 +137,17 @@ class DatastoreWriter:
             os.fsync(file.fileno())
         width = next((rows.shape[1] for rows in keys), self.manifest.width)
         entries = self.manifest.entries + sum(map(len, values))
-        self._replace(
-            replace(self.manifest, width=width, documents=self.manifest.documents + documents, entries=entries)
-        )
+        documents += self.manifest.documents
+        self.manifest = replace(self.manifest, width=width, documents=documents, entries=entries)
+        self.manifest.write(self.folder)
 
     def finish(self) -> DatastoreManifest:
         """Mark the datastore as complete. Raises `ConfigurationError` for a corpus that gave no entries."""
         if not self.manifest.entries:
             raise ConfigurationError("the corpus has no text of two tokens or more")
-        self._replace(replace(self.manifest, complete=True))
+        self.manifest = replace(self.manifest, complete=True)
+        self.manifest.write(self.folder)
         return self.manifest
-
-    def _replace(self, manifest: DatastoreManifest) -> None:
-        manifest.write(self.folder)
-        self.manifest = manifest
-
-    def __enter__(self) -> DatastoreWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._keys.close()
-        self._values.close()
-        self._lock.release()
-
-
-def _locked(folder: Path) -> FileLock:
-    """Lock the folder. The lock ends with this process at the latest."""
-    lock = FileLock(folder / "writer.lock", timeout=0, thread_local=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigurationError(f"another build is writing to {str(folder)!r}") from None
-    return lock
 
 
 def _continued(folder: Path, fresh: DatastoreManifest) -> DatastoreManifest:

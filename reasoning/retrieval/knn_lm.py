@@ -33,7 +33,7 @@ SLACK = 1e-4  # of probability: far more than the error of rounding to float32
 
 BLOCK = 4096  # entries whose distances are computed together
 CACHED = 4096  # entries that a request's cache holds
-PREFETCH = 10  # entries behind each one found that are cached: n of RaLMSpec
+PREFETCH = 10  # entries after each one found that are cached: n of RaLMSpec
 
 Prior = NDArray[np.float64]
 Distances = NDArray[np.float64]
@@ -65,8 +65,8 @@ class DatastoreSearch:
         return [self._exact(query, near, count) for query, near in zip(queries, candidates, strict=True)]
 
     def _exact(self, query: Floats, near: Entries, count: int) -> Neighbours:
-        blocks = [near[start : start + BLOCK] for start in range(0, len(near), BLOCK)]
-        distances = np.concatenate([squared_distances(self.store.keys[block], query) for block in blocks])
+        blocks = [self.store.keys[near[start : start + BLOCK]] for start in range(0, len(near), BLOCK)]
+        distances = np.concatenate([squared_distances(keys, query) for keys in blocks])
         return nearest(near, distances, self.store.values[near], count)
 
 
@@ -92,12 +92,10 @@ class NeighbourCache:
         wanted = np.concatenate([(each.entries[:, None] + self._ahead).ravel() for each in found])
         fresh = np.setdiff1d(wanted[wanted < len(self._store.values)], self._entries)
         keys = self._store.keys[fresh].astype(np.float32)
-        keep = max(0, CACHED - len(fresh))
-        kept = slice(max(0, len(self) - keep), None)
-        self._entries = np.concatenate([self._entries[kept], fresh])[-CACHED:]
-        self._keys = np.concatenate([self._keys[kept], keys])[-CACHED:]
         halves = np.einsum("ij,ij->i", keys, keys) / 2
-        self._halves = np.concatenate([self._halves[kept], halves])[-CACHED:]
+        self._entries = np.concatenate([self._entries, fresh])[-CACHED:]
+        self._keys = np.concatenate([self._keys, keys])[-CACHED:]
+        self._halves = np.concatenate([self._halves, halves])[-CACHED:]
 
     def search(self, query: Floats, count: int) -> Neighbours:
         """The `count` nearest cached entries by float32 distances; a search of the datastore verifies them later."""
@@ -138,9 +136,12 @@ class Mixture:
 
     def scores(self, prior: Prior, neighbours: Neighbours) -> Floats:
         """log p [vocab], which the sampler uses like logits."""
-        tokens, shares = self._shares(neighbours)
+        weights = np.exp((neighbours.distances[0] - neighbours.distances) / self.temperature)
+        tokens, positions = np.unique(neighbours.tokens, return_inverse=True)
+        shares = np.bincount(positions, weights / weights.sum())  # of each token, summed from the nearest neighbour on
         mixed = prior.copy()
-        mixed[tokens] = np.logaddexp(mixed[tokens], np.log(self.weight) + np.log(shares))
+        least = np.finfo(np.float64).tiny
+        mixed[tokens] = np.logaddexp(mixed[tokens], np.log(self.weight) + np.log(np.maximum(shares, least)))
         return mixed.astype(np.float32)
 
     def decided(self, prior: Prior) -> int | None:
@@ -151,14 +152,6 @@ class Mixture:
         second = max(prior[:best].max(initial=-np.inf), prior[best + 1 :].max(initial=-np.inf))
         return best if np.exp(prior[best]) > np.exp(second) + self.weight + SLACK else None
 
-    def _shares(self, neighbours: Neighbours) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """The distinct tokens of the neighbours, and the probability of each, summed from the nearest neighbour on."""
-        distances = neighbours.distances
-        weights = np.exp((distances[0] - distances) / self.temperature)
-        tokens, places = np.unique(neighbours.tokens, return_inverse=True)
-        sums = np.bincount(places, weights / weights.sum())
-        return tokens, np.maximum(sums, np.finfo(np.float64).tiny)
-
 
 @dataclass(slots=True)
 class KnnStride:
@@ -168,30 +161,19 @@ class KnnStride:
     drawn from what the search found. A stride of 1 is therefore sequential retrieval.
     """
 
-    _guess: RunningMean = field(default_factory=RunningMean)
-    _search: RunningMean = field(default_factory=RunningMean)
-    _seen: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    guess: RunningMean = field(default_factory=RunningMean)  # seconds from one guess to the next, with its forward
+    search: RunningMean = field(default_factory=RunningMean)  # seconds
+    verified: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # right guesses, of all
 
     @property
     def gamma(self) -> float:
         """Share of right guesses, estimated with one right and one wrong guess added."""
-        return (1 + sum(right for right, _ in self._seen)) / (2 + sum(tried for _, tried in self._seen))
-
-    def guessed(self, seconds: float) -> None:
-        """Record the time from one guess to the next, the model's forward included."""
-        self._guess.add(seconds)
-
-    def searched(self, seconds: float) -> None:
-        self._search.add(seconds)
-
-    def verified(self, right: int, *, wrong: bool) -> None:
-        """Record that a search confirmed `right` guesses and, if `wrong`, corrected the guess after them."""
-        self._seen.append((right, right + wrong))
+        return (1 + sum(right for right, _ in self.verified)) / (2 + sum(tried for _, tried in self.verified))
 
     def choose(self) -> int:
-        if self._guess.value is None or self._search.value is None:
+        if self.guess.value is None or self.search.value is None:
             return 1
-        return os3(self._guess.value, self._search.value, self.gamma)
+        return os3(self.guess.value, self.search.value, self.gamma)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,15 +241,12 @@ class KnnDecoder:
         self._pending.append(guess)
         return []
 
-    @property
-    def _queries(self) -> int:
-        return sum(not guess.decided for guess in self._pending)
-
     def _due(self) -> bool:
         """Whether the guesses have to be verified before the next guess."""
         if not self._pending:
             return False
-        return self._over or self._pending[-1].token is None or self._queries >= self.stride.choose()
+        queries = sum(not guess.decided for guess in self._pending)
+        return self._over or self._pending[-1].token is None or queries >= self.stride.choose()
 
     def _guess(self, steps: TorchSteps) -> TokenGuess:
         began = perf_counter()
@@ -284,7 +263,7 @@ class KnnDecoder:
             token = steps.draw(self.mixture.scores(prior, self.cache.search(state.hidden, self.count)))
         self.counters.guess_seconds += (now := perf_counter()) - forwarded
         if self._since is not None:
-            self.stride.guessed(now - self._since)
+            self.stride.guess.add(now - self._since)
         self._since = now
         return TokenGuess(prior, state.hidden, token)
 
@@ -313,7 +292,7 @@ class KnnDecoder:
         if self.cache is not None:
             self.cache.add(found)
         seconds = perf_counter() - began
-        self.stride.searched(seconds)
+        self.stride.search.add(seconds)
         self.counters.search_seconds += seconds
         self.counters.queries += len(queries)
         self.counters.strides.append(len(queries))
@@ -328,7 +307,7 @@ class KnnDecoder:
         self.counters.accepted += sum(guessed)
         self.counters.wrong += len(guessed) - sum(guessed)
         if guessed:
-            self.stride.verified(sum(guessed), wrong=not all(guessed))
+            self.stride.verified.append((sum(guessed), len(guessed)))
 
 
 if TYPE_CHECKING:
@@ -371,12 +350,7 @@ class KnnBackend(Strategy[KnnLmSettings]):
     @property
     def capabilities(self) -> Capabilities:
         own = self.base.backend.capabilities
-        return Capabilities(
-            token_ids=own.token_ids,
-            continue_final=own.continue_final,
-            speculation=True,
-            context_length=own.context_length,
-        )
+        return Capabilities(own.token_ids, own.continue_final, speculation=True, context_length=own.context_length)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield verified tokens; closing the iterator cancels the work.

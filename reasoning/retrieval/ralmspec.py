@@ -94,10 +94,9 @@ class SearchClient:
 
     async def query(self, text: str) -> Query:
         began = time.perf_counter()
-        try:
-            return await self.base.metric.encode(text)
-        finally:
-            self.stats.encode += time.perf_counter() - began
+        query = await self.base.metric.encode(text)
+        self.stats.encode += time.perf_counter() - began
+        return query
 
     async def search(self, queries: Sequence[Query]) -> tuple[SearchResult, float]:
         """Search for all queries in one batch; returns the result, and the seconds it took.
@@ -120,11 +119,6 @@ class SearchClient:
 def first(hits: Sequence[Hit]) -> Document | None:
     """The best document of `hits`, which may be unordered; of equal scores the smaller id. None without hits."""
     return min(hits, key=lambda hit: (-hit.score, hit.document.id)).document if hits else None
-
-
-def shown(document: Document | None) -> tuple[str, str, str] | None:
-    """What the model reads of a document, and its id: some retrievers find other passages under the same id."""
-    return None if document is None else (document.id, document.title, document.text)
 
 
 async def sequential(
@@ -220,12 +214,8 @@ class Round:
         return 0 if self.after is None else len(self.after.token_ids) - len(self.before.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationBatch:
-    """The running search for the queries of `rounds`; the task returns the result and the seconds it took."""
-
-    rounds: list[Round]
-    task: asyncio.Task[tuple[SearchResult, float]]
+VerificationBatch = tuple[list[Round], asyncio.Task[tuple[SearchResult, float]]]
+"""The running search for the queries of these rounds; the task returns the result and the seconds it took."""
 
 
 class SpeculationState:
@@ -290,7 +280,7 @@ class SpeculationState:
         truth = first(found.hits[0])
         self._truth = (truth,)
         if guess is not None:
-            right = shown(guess.document) == shown(truth) and found.version == self.cache.version
+            right = guess.document == truth and found.version == self.cache.version
             self.governor.verified(int(right), wrong=not right)
             self.stats.count_guesses(int(right), wrong=not right)
         self.cache.add(found.version, found.hits)
@@ -304,7 +294,7 @@ class SpeculationState:
             truth = (None if hit is None else hit.document,)
         (document,) = truth
         before = self.ahead[-1].document if self.ahead else self._document
-        changed = shown(document) != shown(before)
+        changed = document != before
         self.ahead.append(Round(end, document, query, self.cache.version, changed, bool(self._searching)))
         self._generating = asyncio.create_task(self.generator.generate(end, document))
 
@@ -326,7 +316,7 @@ class SpeculationState:
         self.ahead[-1].shared = True
         queries = [round.query for round in rounds if round.query is not None]
         task = asyncio.create_task(self.client.search(queries))
-        self._searching.append(VerificationBatch(rounds, task))
+        self._searching.append((rounds, task))
         self.stats.count_search(len(rounds), len(rounds))
 
     async def advance(self) -> None:
@@ -339,8 +329,8 @@ class SpeculationState:
     async def collect(self) -> None:
         """Take finished results, and verify rounds or roll them back."""
         self._take_round()
-        while self._searching and self._searching[0].task.done():
-            await self._compare(self._searching.popleft())
+        while self._searching and self._searching[0][1].done():
+            await self._compare(*self._searching.popleft())
 
     def _take_round(self) -> None:
         """Store the running round's result if it has finished. Raises what its backend raised."""
@@ -351,24 +341,24 @@ class SpeculationState:
         round.after, round.seconds = task.result(), time.perf_counter() - round.began
         self.governor.measured.generated(round.seconds, changed=round.changed, alone=not round.shared)
 
-    async def _compare(self, batch: VerificationBatch) -> None:
+    async def _compare(self, rounds: list[Round], task: asyncio.Task[tuple[SearchResult, float]]) -> None:
         """Compare guesses with found documents; roll back the first wrong one (RaLMSpec, algorithm 1, line 9)."""
-        found, seconds = batch.task.result()
+        found, seconds = task.result()
         self.governor.measured.retrieved(seconds, alone=False)
         truths = [first(hits) for hits in found.hits]
         same = [
-            shown(round.document) == shown(truth) and round.version == found.version
-            for round, truth in zip(batch.rounds, truths, strict=True)
+            round.document == truth and round.version == found.version
+            for round, truth in zip(rounds, truths, strict=True)
         ]
         right = same.index(False) if False in same else len(same)
-        self.stats.redone += any(round.version != found.version for round in batch.rounds)
+        self.stats.redone += any(round.version != found.version for round in rounds)
         self.cache.add(found.version, found.hits)
         self.governor.verified(right, wrong=right < len(same))
         self.stats.count_guesses(right, wrong=right < len(same))
-        for round in batch.rounds[:right]:
+        for round in rounds[:right]:
             round.query = None
         if right < len(same):
-            await self._roll_back(batch.rounds[right], truths[right])
+            await self._roll_back(rounds[right], truths[right])
 
     async def _roll_back(self, wrong: Round, truth: Document | None) -> None:
         """Drop the round `wrong` and all later rounds; the next round uses `truth`."""
@@ -406,7 +396,7 @@ class SpeculationState:
 
     def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
         """The running tasks: the round, and the oldest `searches` batches."""
-        tasks: list[asyncio.Task[Any]] = [batch.task for batch in self._searching]
+        tasks: list[asyncio.Task[Any]] = [task for _, task in self._searching]
         return [*([self._generating] if self._generating else []), *tasks[:searches]]
 
     def _unsent(self) -> list[Round]:

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
 from agentspec.backends.chat_templates import escape_markers, plain
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
+from agentspec.reasoning.strategy import whole_text
 from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob, Usage
 
@@ -32,7 +33,7 @@ _UNREAD = (  # fields of a chat, which endpoints know and rounds of token ids do
     *("max_completion_tokens", "continue_final_message", "add_generation_prompt", "prompt_logprobs"),
 )
 _OF_ENDPOINTS = (*WHOLE_ANSWER, *_UNREAD)
-_DEFAULTS = SamplingParams()
+_DEFAULTS, _PLAIN = SamplingParams(), GenerateRequest("", text="")
 
 
 @dataclass(slots=True)
@@ -73,30 +74,18 @@ class DocumentPrompt:
         """Tokens left in the model's context after the question and `answer` tokens of answer; None if unknown."""
         return None if self.length is None else self.length - self.tokens - answer
 
-    def require(self, tokens: int) -> None:
-        """Raises `ContextLengthError` if the question and `tokens` of answer do not fit, even without a document."""
-        room = self.room()
-        if room is not None and tokens > max(room, 0):
-            raise ContextLengthError(
-                f"the prompt has {self.tokens} tokens and max_tokens is {tokens}; the model takes {self.length}",
-                param="messages",
-            )
-
-    async def with_document(self, document: Document | None, tokens: int) -> tuple[int, ...]:
-        """The prompt of an answer of `tokens` tokens, with as much of the document as fits."""
-        return (*self.head, *await self._document(document, tokens), *self.tail)
-
-    async def _document(self, document: Document | None, taken: int) -> tuple[int, ...]:
+    async def with_document(self, document: Document | None, answer: int) -> tuple[int, ...]:
+        """The prompt of an answer of `answer` tokens, with as much of the document as fits."""
         if document is None:
-            return ()
+            return (*self.head, *self.tail)
         written = f"{document.title}\n{document.text}" if document.title else document.text
         if written not in self._read:
             tokens = await self.tokenization.tokenize(escape_markers(written))
             self._read[written] = tuple(tokens)[: self.document_tokens]
-        room = self.room(taken)
+        room = self.room(answer)
         fits = self.document_tokens if room is None else max(0, room - len(self._gap))
-        kept = self._read[written][:fits]
-        return (*kept, *self._gap) if kept else ()
+        read = self._read[written][:fits]
+        return (*self.head, *read, *(self._gap if read else ()), *self.tail)
 
 
 async def _of_messages(
@@ -104,10 +93,10 @@ async def _of_messages(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Tokens of the rendered messages before and from the last user message's text on, and of that text."""
     users = [at for at, message in enumerate(messages) if message.get("role") == "user"]
-    place = users[-1] if users else len(messages) - 1
+    last = users[-1] if users else len(messages) - 1
     mark = f"document-{secrets.token_hex(8)}"
-    asked = str(plain(messages[place]).get("content", ""))
-    marked = [{**message, "content": mark + asked} if at == place else message for at, message in enumerate(messages)]
+    asked = str(plain(messages[last]).get("content", ""))
+    marked = [{**message, "content": mark + asked} if at == last else message for at, message in enumerate(messages)]
     rendered = await tokenization.render(marked, request.tools, request.template_arguments)
     head, _, tail = rendered.partition(mark)
     return (
@@ -230,9 +219,16 @@ class RoundGenerator:
         continues = _continues(request, backend)
         length = backend.capabilities.context_length
         prompt = await DocumentPrompt.of(request, tokenization, document_tokens, length)
-        whole = None if continues is None else await WholeAnswer.of(request, continues, prompt)
+        whole = None
+        if continues is not None:
+            question = (*prompt.head, *prompt.tail)
+            whole = WholeAnswer(continues, await asyncio.to_thread(continues.answer_reader, request, question))
         wanted, room = request.sampling.max_tokens, prompt.room()
-        prompt.require(1 if wanted is None else wanted)
+        if room is not None and (wanted or 1) > max(room, 0):
+            raise ContextLengthError(
+                f"the prompt has {prompt.tokens} tokens and max_tokens is {wanted or 1}; the model takes {length}",
+                param="messages",
+            )
         limit = wanted or min(ANSWER_TOKENS, ANSWER_TOKENS if room is None else room)
         return cls(backend, tokenization, request, prompt, limit, _seed(request.sampling), whole)
 
@@ -275,7 +271,9 @@ class RoundGenerator:
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
-        seed = None if self.seed is None else _mixed(self.seed, position)
+        seed = self.seed
+        if seed is not None:  # endpoints differ in how large a seed they take
+            seed = int.from_bytes(hashlib.sha256(f"{seed}/{position}".encode()).digest()[:4], "big") >> 1
         return replace(self.request.sampling, max_tokens=tokens, seed=seed)
 
     async def record(self, answer: PartialAnswer) -> None:
@@ -296,13 +294,8 @@ async def _read(answer: AsyncIterator[Delta]) -> Delta:
         async for delta in answer:
             ids += delta.token_ids
             logprobs += delta.logprobs
-            text, finish = text + _text_of(delta), delta.finish_reason or finish
+            text, finish = text + whole_text(delta), delta.finish_reason or finish
     return Delta(text, tuple(ids), finish_reason=finish, logprobs=tuple(logprobs))
-
-
-def _text_of(delta: Delta) -> str:
-    thought = delta.extra.get("reasoning_content")
-    return (thought if isinstance(thought, str) else "") + delta.text
 
 
 def _seed(sampling: SamplingParams) -> int | None:
@@ -310,11 +303,6 @@ def _seed(sampling: SamplingParams) -> int | None:
     if sampling.seed is not None or sampling.temperature == 0:
         return sampling.seed
     return secrets.randbits(31)
-
-
-def _mixed(seed: int, position: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1  # endpoints differ in how large a seed they take
 
 
 _EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model
@@ -327,16 +315,12 @@ class WholeAnswer:
     backend: TorchBackend
     reader: AnswerReader
 
-    @classmethod
-    async def of(cls, request: GenerateRequest, backend: TorchBackend, prompt: DocumentPrompt) -> WholeAnswer:
-        return cls(backend, await asyncio.to_thread(backend.answer_reader, request, (*prompt.head, *prompt.tail)))
-
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self.reader.decode, token_ids)
 
     def text_of(self, text: str) -> str:
         """The thoughts and the text of an answer, or of its beginning, without its tool calls."""
-        return _text_of(self.reader.parser().parse(Delta(text=text)))
+        return whole_text(self.reader.parser().parse(Delta(text=text)))
 
 
 def _continues(request: GenerateRequest, backend: Backend) -> TorchBackend | None:
@@ -361,16 +345,13 @@ def _check(request: GenerateRequest) -> None:
     for name in REFUSED:
         if _sampled(request, name) or _asked(request.extra, name):
             raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
-    defaults = {field.name: field.default for field in fields(GenerateRequest)}
-    shows = "echo" if request.messages is None else "return_token_ids"
-    asked = {
+    for name, param in {  # and as clients call it
         "continue_final": "continue_final_message",
         "start_answer": "add_generation_prompt",
-        "return_prompt": shows,
-    }
-    for name in (*asked, "prediction"):
-        if getattr(request, name) != defaults[name]:
-            param = asked.get(name, name)  # as clients call it
+        "return_prompt": "echo" if request.messages is None else "return_token_ids",
+        "prediction": "prediction",
+    }.items():
+        if getattr(request, name) != getattr(_PLAIN, name):
             raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
     if set(request.template_arguments) - _EFFORT:
         raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")

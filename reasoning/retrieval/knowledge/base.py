@@ -126,14 +126,11 @@ class RetrievedDocuments:
         self.version: str | None = None
         self.nbytes = 0
 
-    def __len__(self) -> int:
-        return len(self._hits)
-
     def add(self, version: str, found: Iterable[Sequence[Hit]]) -> None:
         """Add found documents, after dropping documents of any other version."""
         if version != self.version:
-            self.clear()
-            self.version = version
+            self._hits.clear()
+            self.version, self.nbytes = version, 0
         for hits in found:
             for hit in reversed(hits):
                 self._add(hit)
@@ -149,10 +146,6 @@ class RetrievedDocuments:
         """All cached documents, the best for `query` first."""
         hits = [hit for hit, _ in self._hits.values()]
         return ranked(hits, metric.scores(query, hits)) if hits else []
-
-    def clear(self) -> None:
-        self._hits.clear()
-        self.version, self.nbytes = None, 0
 
     def _add(self, hit: Hit) -> None:
         _, before = self._hits.pop(hit.document.id, (None, 0))

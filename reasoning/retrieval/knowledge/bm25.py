@@ -64,7 +64,7 @@ class LexicalMetric:
         return Query(text, terms(text))
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
-        counts = [_counts(hit) for hit in hits]
+        counts: list[Counter[str]] = [hit.features for hit in hits]
         lengths = [sum(count.values()) for count in counts]
         mean = sum(lengths) / max(len(hits), 1) or 1.0
         wanted = terms_of(query)
@@ -83,12 +83,6 @@ def with_counts(hit: Hit) -> Hit:
     return replace(hit, features=Counter(terms(f"{hit.document.title} {hit.document.text}")))
 
 
-def _counts(hit: Hit) -> Mapping[str, int]:
-    if not isinstance(hit.features, Counter):
-        raise ConfigurationError(f"document {hit.document.id!r} carries no counts of its terms")
-    return hit.features
-
-
 def _idf(having: int, total: int) -> float:
     return math.log(1 + (total - having + 0.5) / (having + 0.5))
 
@@ -97,11 +91,8 @@ def _saturated(count: int, relative_length: float) -> float:
     return count / (count + K1 * (1 - B + B * relative_length))
 
 
-class Bm25Metric:
+class Bm25Metric(LexicalMetric):
     """A document's score is the sum of its weights for the query's terms. Hits carry them: no index is needed."""
-
-    async def encode(self, text: str) -> Query:
-        return Query(text, terms(text))
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
         wanted = terms_of(query)

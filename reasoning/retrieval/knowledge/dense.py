@@ -29,13 +29,8 @@ _CHUNK = 65536
 class Encoder(Protocol):
     """Turns texts into vectors of length 1."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the model: encoders that give different vectors have different fingerprints."""
-        ...
-
-    @property
-    def dimensions(self) -> int: ...
+    fingerprint: str  # encoders that give different vectors have different ones
+    dimensions: int
 
     async def encode(self, text: str) -> Vectors:
         """The vector [dimensions] of one text, computed by itself."""
@@ -60,8 +55,6 @@ class DenseMetric:
         return Query(text, await self.encoder.encode(text))
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
-        if not hits:
-            return np.empty(0, np.float64)
         vectors = np.stack([vector(hit.features, self.encoder.dimensions) for hit in hits])
         return products(vectors, vector(query.features, self.encoder.dimensions))
 
@@ -128,10 +121,6 @@ class DenseIndex:
 
         faiss.write_index(self._index, str(folder / _FILE))
 
-    @property
-    def approximate(self) -> bool:
-        return hasattr(self._index, "hnsw")
-
     def search(self, queries: Sequence[Query], count: int) -> list[tuple[Hit, ...]]:
         """The best `count` documents for each query; an approximate index finds at most `POOL`."""
         if not queries:
@@ -140,7 +129,7 @@ class DenseIndex:
 
         faiss.omp_set_num_threads(1)  # of the calling thread only: more compete with the local engine for cores
         matrix = np.stack([vector(query.features, self._index.d) for query in queries])
-        return self._approximate(matrix, count) if self.approximate else self._exact(matrix, count)
+        return self._approximate(matrix, count) if hasattr(self._index, "hnsw") else self._exact(matrix, count)
 
     def _approximate(self, queries: Vectors, count: int) -> list[tuple[Hit, ...]]:
         """Rank `POOL` candidates whatever `count` is, so that the best documents do not depend on `count`."""
@@ -156,9 +145,9 @@ class DenseIndex:
             coarse, found = self._scan(queries[unsettled], size)
             settled = []
             for at, rows, lowest in zip(unsettled, found, coarse[:, -1], strict=True):
-                places, scores = self._ranked(rows, queries[at])
+                best, scores = self._ranked(rows, queries[at])
                 if size == len(self.documents) or scores[count - 1] > lowest + self._error(queries[at]):
-                    hits[at] = self._hits(places, scores, count)
+                    hits[at] = self._hits(best, scores, count)
                     settled.append(at)
             unsettled, size = [at for at in unsettled if at not in settled], 4 * size
         return hits
@@ -177,7 +166,7 @@ class DenseIndex:
         return float(2.0**-23 * self._index.d * self._longest * np.linalg.norm(query))
 
     def _ranked(self, rows: NDArray[np.int64], query: Vectors) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The candidates by rank, with their scores. In `rows`, faiss marks places that it could not fill with -1."""
+        """The candidates by rank, with their scores. In `rows`, faiss fills up with -1."""
         rows = np.sort(rows[rows >= 0])
         scores = products(self._vectors[rows], query)
         order = best_rows(scores, len(scores))

@@ -157,23 +157,19 @@ def open_folder(folder: Path, encoder_of: Callable[[str], Encoder]) -> IndexKnow
     now is that of another model.
     """
     manifest = read_manifest(folder)
-    encoder = None if manifest.kind == "bm25" else _encoder(folder, manifest, encoder_of)
+    encoder = None if manifest.kind == "bm25" else encoder_of(manifest.model or "")
+    if encoder is not None and encoder.fingerprint != manifest.encoder:
+        raise ConfigurationError(f"{manifest.model!r} is not the model that {folder} was built with: build it again")
     try:
         for name, known in manifest.files.items():
             if file_sha256(folder / name) != known:
                 raise KnowledgeBaseError(f"{folder / name} is not what was built: build it again")
-        documents = list(_read_documents(folder / _DOCUMENTS))
+        with (folder / _DOCUMENTS).open(encoding="utf-8") as file:
+            documents = [Document(**json.loads(line)) for line in file]
         index = Bm25Index.load(folder, documents) if encoder is None else DenseIndex.load(folder, documents, encoder)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise KnowledgeBaseError(f"{folder} cannot be read: {error}; build it again") from error
     return IndexKnowledge(index, manifest.version, encoder)
-
-
-def _encoder(folder: Path, manifest: IndexManifest, encoder_of: Callable[[str], Encoder]) -> Encoder:
-    encoder = encoder_of(manifest.model or "")
-    if encoder.fingerprint != manifest.encoder:
-        raise ConfigurationError(f"{manifest.model!r} is not the model that {folder} was built with: build it again")
-    return encoder
 
 
 def read_manifest(folder: Path) -> IndexManifest:
@@ -228,9 +224,3 @@ def _line(document: Document) -> str:
     fields = {"id": document.id, "title": document.title, "text": document.text}
     more = {"metadata": dict(document.metadata)} if document.metadata else {}
     return json.dumps(fields | more, ensure_ascii=False) + "\n"
-
-
-def _read_documents(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield Document(**json.loads(line))

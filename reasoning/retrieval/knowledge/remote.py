@@ -73,14 +73,14 @@ class RemoteKnowledge:
         await self._endpoint.aclose()
 
     async def _answer(self, body: bytes) -> bytes:
+        name = self._endpoint.name
         try:
             with anyio.fail_after(SECONDS):
                 return await self._endpoint.fetch("POST", "/search", body=body)
         except TimeoutError:
-            error, reason = None, f"gave no answer within {SECONDS:g} s"
-        except UpstreamError as failure:
-            error, reason = failure, f"could not be asked: {failure}"
-        raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} {reason}") from error
+            raise KnowledgeBaseError(f"knowledge base {name} gave no answer within {SECONDS:g} s") from None
+        except UpstreamError as error:
+            raise KnowledgeBaseError(f"knowledge base {name} could not be asked: {error}") from error
 
 
 def _hits(documents: Sequence[_Found]) -> tuple[Hit, ...]:

@@ -82,11 +82,7 @@ def ours(
     budget=st.integers(1, 24) | st.just(8192),
 )
 def test_steps_equal_those_of_the_published_rules(
-    drafts: list[str],
-    own: list[str],
-    scores: dict[str, str],
-    threshold: float,
-    budget: int,
+    drafts: list[str], own: list[str], scores: dict[str, str], threshold: float, budget: int
 ) -> None:
     def model(steps: list[str]) -> Callable[[str], str]:
         return lambda text: steps[min(text.count("\n\n"), len(steps) - 1)] + "\n\nmore"

@@ -61,9 +61,7 @@ CASES = {
         ended="repeated",
     ),
     "the same step with a space": Case(
-        "9999",
-        ["s a\n\n", "s b\n\n", "s  b\n\n", "s boxed\n\n"],
-        small=["a\n\n", "b\n\n", " b\n\n", "boxed\n\n"],
+        "9999", ["s a\n\n", "s b\n\n", "s  b\n\n", "s boxed\n\n"], small=["a\n\n", "b\n\n", " b\n\n", "boxed\n\n"]
     ),
     "the step before the last": Case(
         "9999", ["s a\n\n", "s b\n\n", "s a\n\n", "s boxed\n\n"], small=["a\n\n", "b\n\n", "a\n\n", "boxed\n\n"]

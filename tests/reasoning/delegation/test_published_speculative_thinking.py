@@ -51,10 +51,7 @@ CASES = {
         ["a\n\n", NEGATIVE, " z\n\n"], ["x\n\ny w v"], ["s a\n\n", "b x\n\ny w", "s  z\n\n"], ["reflection"]
     ),
     "behind its blank line the small model writes first": Case(
-        ["a\n\n", NEGATIVE, "wait z\n\n"],
-        ["x y w\n\n"],
-        ["s a\n\n", "b x y w\n\n", "s wait z\n\n"],
-        ["reflection"],
+        ["a\n\n", NEGATIVE, "wait z\n\n"], ["x y w\n\n"], ["s a\n\n", "b x y w\n\n", "s wait z\n\n"], ["reflection"]
     ),
     "its end is the end, also where it verifies": Case(
         ["a\n\n", NEGATIVE], ["check y", "v1 v2"], ["s a\n\n", "b check y"], ["reflection"]
@@ -75,10 +72,7 @@ CASES = {
     ),
     # The third trigger: many doubts.
     "doubts inside a paragraph do not count": Case(
-        ["wait\n\n", "n", "wait\n\n", "n", "wait\n\n"],
-        [],
-        ["s wait\n\n"] * 3,
-        settings={"overload": 1},
+        ["wait\n\n", "n", "wait\n\n", "n", "wait\n\n"], [], ["s wait\n\n"] * 3, settings={"overload": 1}
     ),
     "doubts in the check itself do not count": Case(
         ["p\n\n", NEGATIVE, " q\n\n", " e\n\n", "n", "f\n\n"],

@@ -313,10 +313,11 @@ def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject)
 @pytest.mark.parametrize(("guess", "search", "gamma"), [(1, 1, 0.5), (1, 5, 0.8), (2, 1, 0.9)])
 def test_the_stride_is_the_best_of_all_and_begins_with_one(guess: float, search: float, gamma: float) -> None:
     stride = KnnStride()
-    stride.guessed(guess)
+    stride.guess.add(guess)
     assert stride.choose() == 1
-    stride.searched(search)
+    stride.search.add(search)
     for _ in range(8):
-        stride.verified(round(10 * gamma / (1 - gamma)), wrong=True)
+        right = round(10 * gamma / (1 - gamma))
+        stride.verified.append((right, right + 1))
     rates = [expected(s, stride.gamma) / (s * guess + search) for s in range(1, MOST + 1)]
     assert rates[stride.choose() - 1] == max(rates)

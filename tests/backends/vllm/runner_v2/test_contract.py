@@ -183,10 +183,7 @@ def _config() -> Any:
         model_config=target,
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
+            data_parallel_size=1, data_parallel_rank=0, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
     )
 

@@ -112,8 +112,7 @@ def test_a_failing_step_costs_no_tokens_of_the_output(
 
 
 @pytest.mark.parametrize(
-    ("limits", "kept"),
-    [({}, [ANSWER]), ({"max_tokens": None}, []), ({"max_tokens": None, "stop": ["!"]}, [ANSWER])],
+    ("limits", "kept"), [({}, [ANSWER]), ({"max_tokens": None}, []), ({"max_tokens": None, "stop": ["!"]}, [ANSWER])]
 )
 def test_an_output_is_kept_as_it_ended(
     runner: Runner, late: Late, cache: SuffixCache, limits: dict[str, Any], kept: list[list[int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
@@ -12,7 +13,7 @@ from hypothesis import given
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows, ranked
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, weighed, with_counts
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.folder import Index
 from tests.fakes import FakeEncoder
@@ -108,13 +109,6 @@ def test_queries_of_another_metric_are_refused(make_index, kind):
     assert index.search([], 1) == []
 
 
-def test_a_document_without_words_is_found_last(make_index):
-    index = make_index("bm25", ["!", "cat", "?"])
-    (hits,) = index.search(encoded(index, ["cat"]), 3)
-    assert [hit.document.id for hit in hits] == ["001", "000", "002"]
-    assert hits[1].features == {}
-
-
 def test_corpora_that_cannot_be_searched_are_refused():
     with pytest.raises(ConfigurationError, match="no words"):
         Bm25Index.build([Document("1", "the"), Document("2", "!")])
@@ -138,3 +132,36 @@ def test_a_product_is_the_same_alone_and_among_others(rows, seed):
     together = products(vectors, query)
     assert together.tolist() == [products(vectors[at : at + 1], query)[0] for at in range(rows)]
     assert together == pytest.approx(vectors.astype(np.float64) @ query)
+
+
+def hits(*texts: str) -> list[Hit]:
+    return [with_counts(Hit(Document(str(at), text), 0.0)) for at, text in enumerate(texts)]
+
+
+def test_terms_are_words_in_lower_case_with_their_vowel_signs_and_accents():
+    assert terms("A cat, the CAT; déjà-vu 42") == ("cat", "the", "cat", "déjà", "vu", "42")
+    assert terms("हिन्दी भाषा; שָׁלוֹם") == ("हिन्दी", "भाषा", unicodedata.normalize("NFC", "שָׁלוֹם"))
+    assert terms(unicodedata.normalize("NFD", "Zoë")) == terms("Zoë") == ("zoë",)
+
+
+def test_weights_add_up_in_the_order_of_the_query():
+    weights = {"a": 1e16, "b": 1.0, "c": -1e16}
+    assert weighed(("a", "b", "c"), weights) == 0.0
+    assert weighed(("a", "c", "b"), weights) == 1.0
+    assert weighed(("a", "a", "unknown"), weights) == 2e16
+
+
+@pytest.mark.anyio
+async def test_rare_words_of_short_documents_count_most():
+    metric = LexicalMetric()
+    found = hits("the cat sat", "the dog sat on the mat", "the bird", "the cat " + "and so on " * 20)
+    query = await metric.encode("the cat")
+    assert [hit.document.id for hit in ranked(found, metric.scores(query, found))][:2] == ["0", "3"]
+
+
+@pytest.mark.anyio
+async def test_documents_without_words_have_scores_and_queries_of_another_metric_are_refused():
+    metric = LexicalMetric()
+    assert metric.scores(await metric.encode("cat"), hits("!", "?")).tolist() == [0.0, 0.0]
+    with pytest.raises(ConfigurationError, match="not encoded for words"):
+        metric.scores(Query("cat"), hits("cat"))
