@@ -10,16 +10,14 @@ from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_TOP_LOGPROBS, AnswerFormat, GenerationBody
-from agentspec.protocol.responses import Accumulator, ChunkBuilder, clamped
-from agentspec.protocol.validation import Count, Text, TokenIds, must, only, validated, wrong_type
+from agentspec.protocol.responses import Accumulator, ChunkWriter, clamped
+from agentspec.protocol.validation import TEXT, Count, TokenIds, only, validated, wrong_type
 from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob
 
 
 class _CompletionBody(GenerationBody):
     prompt: Any = None
-    logprobs: (
-        Annotated[Count, must(lambda count: count <= MAX_TOP_LOGPROBS, f" must be at most {MAX_TOP_LOGPROBS}")] | None
-    ) = None
+    logprobs: Count | None = None
     echo: bool = False
     suffix: Annotated[Any, only("")] = None
 
@@ -30,22 +28,18 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
     prompt = _prompt(fields.prompt)
     stream = fields.stream_format()
     count = fields.logprobs
+    if count is not None and count > MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"logprobs must be at most {MAX_TOP_LOGPROBS}", param="logprobs")
     sampling = SamplingParams(**fields.sampling(), logprobs=count is not None, top_logprobs=count or 0)
     form = AnswerFormat(**stream, token_ids=bool(fields.return_token_ids), echo=fields.echo)
     if form.echo and sampling.logprobs:
         message = "echo and logprobs together are not supported by this model: leave one of them out"
         raise InvalidRequestError(message, param="echo")
-    request = GenerateRequest(
-        model=fields.model,
-        **prompt,
-        sampling=sampling,
-        return_prompt=form.echo or form.token_ids,
-        **fields.service(),
-    )
+    shown = form.echo or form.token_ids
+    request = GenerateRequest(model=fields.model, **prompt, sampling=sampling, return_prompt=shown, **fields.service())
     return request, form
 
 
-_TEXT: TypeAdapter[str] = TypeAdapter(Text)
 _TOKEN_IDS: TypeAdapter[Any] = TypeAdapter(TokenIds)
 
 
@@ -56,7 +50,7 @@ def _prompt(value: Any) -> dict[str, Any]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str):
-        return {"text": validated(_TEXT, value, "prompt")}
+        return {"text": validated(TEXT, value, "prompt")}
     if not isinstance(value, list):
         raise wrong_type("prompt", "a string or an array of token ids", value)
     if any(isinstance(item, (str, list)) for item in value):
@@ -67,31 +61,23 @@ def _prompt(value: Any) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
     With `echo` every choice begins with the prompt. Of several prompts, each has `per_prompt` choices, and theirs come
     one after the other.
     """
 
-    request: GenerateRequest
-    format: AnswerFormat
+    prefix = "cmpl"
+    kind = "text_completion"
     per_prompt: int = MAX_CHOICES
-    _builder: ChunkBuilder = field(init=False)
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
     _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._builder = ChunkBuilder("text_completion", "cmpl", self.request, self.format)
 
     def body(self, answer: Accumulator) -> dict[str, Any]:
         for index, prompt in answer.prompts.items():
             self._prompts[index // self.per_prompt] = prompt
-        choices = [
-            self._choice(index, "".join(one.text), one.token_ids, one.logprobs, one.finish_reason)
-            for index, one in answer.all()
-        ]
-        return self._builder.whole(choices, answer)
+        return self._whole([self._choice(one.whole(index)) for index, one in answer.all()], answer)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.prompt is not None:
@@ -99,27 +85,19 @@ class CompletionWriter:
         tokens = self.format.token_ids and delta.token_ids
         echoed = self.format.echo and delta.index not in self._offsets
         if delta.text or delta.logprobs or delta.finish_reason or tokens or echoed:
-            choice = self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason)
-            yield from self._builder.chunk(choice, delta)
+            yield from self._chunk(self.kind, self._choice(delta), delta)
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        finish_reason: str | None,
-    ) -> dict[str, Any]:
-        begins = index not in self._offsets
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        index, begins = delta.index, delta.index not in self._offsets
         self._offsets.setdefault(index, 0)
         known = self._prompts.get(index // self.per_prompt)
         prompt = known if begins and known is not None else Prompt()
         return {
             "index": index,
-            "text": (prompt.text if self.format.echo else "") + text,
-            "logprobs": self._logprobs(index, logprobs) if self.request.sampling.logprobs else None,
-            "finish_reason": finish_reason,
-            **({"token_ids": list(token_ids)} if self.format.token_ids else {}),
+            "text": (prompt.text if self.format.echo else "") + delta.text,
+            "logprobs": self._logprobs(index, delta.logprobs) if self.request.sampling.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
             **({"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids and begins else {}),
         }
 

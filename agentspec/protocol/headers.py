@@ -26,6 +26,30 @@ _NEAR = 0.75  # from this ratio on difflib takes one name for a misspelt other
 _PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_LABEL
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_PRIORITY
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("strategy", "model"), (f"a name of 1 to {MAX_LABEL} characters", _is_name)),
+    **dict.fromkeys(("latency_ms_per_token", "deadline_s"), ("a number above 0", _is_above_0)),
+    "priority": ("a whole number from 0, served first", _is_priority),
+    **dict.fromkeys(("store", "speculation"), ("true or false", _is_switch)),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
     """How the model calls of a step are to be served. None of it changes what a model would answer, but the choice of
@@ -48,19 +72,10 @@ class StepPolicy:
     speculation: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("strategy", "model"):
+        for name, (rule, holds) in _RULES.items():
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_LABEL):
-                raise _wrong(name, f"must be a name of 1 to {MAX_LABEL} characters", value)
-        for name in ("latency_ms_per_token", "deadline_s"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise _wrong(name, "must be a number above 0", value)
-        if self.priority is not None and not (type(self.priority) is int and 0 <= self.priority <= MAX_PRIORITY):
-            raise _wrong("priority", "must be a whole number from 0, served first", self.priority)
-        for name in ("store", "speculation"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise _wrong(name, "must be true or false", getattr(self, name))
+            if value is not None and not holds(value):
+                raise InvalidRequestError(f"{name} must be {rule}, not {value!r:.100}", param=name)
 
     def inside(self, around: StepPolicy) -> StepPolicy:
         """This policy, with what it leaves open taken from the policy `around` it."""
@@ -69,13 +84,9 @@ class StepPolicy:
 
     def headers(self) -> dict[str, str]:
         """The headers that carry all but the model, which a request names, and the switches, which have their own."""
-        texts = {
-            "strategy": None if self.strategy is None else quote(self.strategy, safe=_PRINTABLE),
-            "latency-ms-per-token": _text(self.latency_ms_per_token),
-            "deadline-s": _text(self.deadline_s),
-            "priority": _text(self.priority),
-        }
-        return {f"{PREFIX}{name}": value for name, value in texts.items() if value is not None}
+        given = {} if self.strategy is None else {f"{PREFIX}strategy": quote(self.strategy, safe=_PRINTABLE)}
+        numbers = {name: getattr(self, name) for name in ("latency_ms_per_token", "deadline_s", "priority")}
+        return given | {_header(name): f"{value:.10g}" for name, value in numbers.items() if value is not None}
 
 
 ANY = StepPolicy()
@@ -85,7 +96,7 @@ def label_headers(
     labels: Labels, *, speculation: bool = True, store: bool = True, prefill: bool = True, keep: str = ""
 ) -> dict[str, str]:
     """Labels and switches as headers. `%`, blanks and non-ASCII characters not in `keep`, and blanks at either end, are
-    percent-encoded. Half a surrogate pair, which UTF-8 cannot encode, becomes a question mark.
+    percent-encoded. A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     """
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     headers = {f"{PREFIX}{name}": _quoted(value, keep) for name, value in named.items() if value}
@@ -140,15 +151,15 @@ def policy_of(request: GenerateRequest) -> StepPolicy:
 
 
 def refuse_misspelt(headers: Iterable[str]) -> None:
-    """Raise `InvalidRequestError` for a header (lower case) whose name is nearly one of ours, as a store that should be
-    off would be on. Other names may belong to whoever stands behind.
+    """Raise `InvalidRequestError` for a header (lower case) with a name that is nearly one of ours: a store that should
+    be off would be on. Other names may belong to an upstream.
     """
     for header in headers:
         name = header[:MAX_LABEL].removeprefix(PREFIX)
         if name in _REQUEST_NAMES or not header.startswith(PREFIX):
             continue
-        if meant := difflib.get_close_matches(name, _REQUEST_NAMES, n=1, cutoff=_NEAR):
-            hint = f"no header {header[:80]!r} is known; did you mean {PREFIX + meant[0]!r}?"
+        if near := difflib.get_close_matches(name, _REQUEST_NAMES, n=1, cutoff=_NEAR):
+            hint = f"no header {header[:80]!r} is known; did you mean {PREFIX + near[0]!r}?"
             raise InvalidRequestError(hint, param=header[:80])
 
 
@@ -191,17 +202,5 @@ def _header(name: str) -> str:
     return PREFIX + name.replace("_", "-")
 
 
-def _text(value: float | None) -> str | None:
-    return None if value is None else f"{value:.10g}"
-
-
 def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _wrong(name: str, rule: str, value: Any) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} {rule}, not {value!r:.100}", param=name)

@@ -9,11 +9,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.wire import encode, loads
-from agentspec.types import Delta, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 CUT_OFF = ("length", "content_filter", "cancelled")  # finish reasons of answers that were not written to their end
@@ -73,7 +73,7 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     _calls: ToolCalls = field(default_factory=ToolCalls)
     _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
@@ -93,6 +93,10 @@ class Choice:
             else:
                 self._values[name] = value
 
+    def whole(self, index: int) -> Delta:
+        """The choice as one delta, without its further fields."""
+        return Delta("".join(self.text), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason, index=index)
+
     @property
     def extra(self) -> dict[str, Any]:
         """The further fields, put together at each use."""
@@ -106,7 +110,7 @@ class Accumulator:
     """Assembles a whole answer from its deltas: the choices, and the fields that they share."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    prompts: dict[int, Prompt] = field(default_factory=dict)  # by the choice that told them
+    prompts: dict[int, Prompt] = field(default_factory=dict)  # by their choice
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
 
@@ -119,7 +123,7 @@ class Accumulator:
 
     @property
     def prompt(self) -> Prompt | None:
-        """The prompt, if it was told; of several, the first that was."""
+        """The prompt, if it was reported; of several, the first."""
         return next(iter(self.prompts.values()), None)
 
     def all(self) -> list[tuple[int, Choice]]:
@@ -142,11 +146,11 @@ class ResponseWriter(Protocol):
 
 
 @dataclass(slots=True)
-class ChunkBuilder:
-    """Builds the chunks of an answer: the fields that each chunk repeats, and the counts that the last one carries."""
+class ChunkWriter:
+    """What the writers of chats and completions share: the fields that each chunk repeats, the counts of the last."""
 
-    kind: str
-    prefix: str
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
     request: GenerateRequest
     format: AnswerFormat
     id: str = field(init=False)
@@ -156,22 +160,23 @@ class ChunkBuilder:
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
-    def wrap(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": self.kind, "created": self.created, "model": self.request.model}
+    def _wrap(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
         return {**head, "choices": choices, **more}
 
-    def chunk(self, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
+    def _chunk(self, kind: str, choice: dict[str, Any], delta: Delta, **more: Any) -> Iterator[dict[str, Any]]:
         """The chunk of `choice`; after the end of the last choice also a usage chunk, if requested."""
         self._ended += delta.finish_reason is not None
         ends = delta.finish_reason is not None and self._ended == self.request.sampling.n
         null_usage = {"usage": None} if self.format.usage else {}
         at_end = speculation_member(delta.speculation)
-        yield self.wrap([choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
+        yield self._wrap(kind, [choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
         if ends and self.format.usage:
-            yield self.wrap([], usage=usage_object(delta.usage or Usage()), **at_end)
+            yield self._wrap(kind, [], usage=usage_object(delta.usage or Usage()), **at_end)
 
-    def whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
-        return self.wrap(choices, usage=usage_object(answer.usage), **speculation_member(answer.speculation))
+    def _whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
+        counts = speculation_member(answer.speculation)
+        return self._wrap(self.kind, choices, usage=usage_object(answer.usage), **counts)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -219,24 +224,18 @@ def _random(size: int) -> bytes:
 
 
 @dataclass(slots=True)
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Writes chat answers. The first chunk of each choice carries the role."""
 
-    request: GenerateRequest
-    format: AnswerFormat
-    _builder: ChunkBuilder = field(init=False)
+    prefix = "chatcmpl"
+    kind = "chat.completion"
     _begun: set[int] = field(default_factory=set, init=False)
 
-    def __post_init__(self) -> None:
-        self._builder = ChunkBuilder("", "chatcmpl", self.request, self.format)
-
     def body(self, answer: Accumulator) -> dict[str, Any]:
-        self._builder.kind = "chat.completion"
-        choices = [self._whole(index, choice) for index, choice in answer.all()]
-        return self._builder.whole(choices, answer) | self._prompt(answer.prompt)
+        choices = [self._choice(index, choice) for index, choice in answer.all()]
+        return self._whole(choices, answer) | self._prompt(answer.prompt)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        self._builder.kind = "chat.completion.chunk"
         begins = delta.index not in self._begun
         tokens = self.format.token_ids and delta.token_ids
         if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or tokens or begins):
@@ -252,9 +251,9 @@ class ChatWriter:
             "finish_reason": delta.finish_reason,
             **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
         }
-        yield from self._builder.chunk(choice, delta, **self._prompt(delta.prompt))
+        yield from self._chunk("chat.completion.chunk", choice, delta, **self._prompt(delta.prompt))
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
         content = None if not text and choice.extra.get("tool_calls") else text
         return {

@@ -13,20 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy.app import create_app
-from agentspec.proxy.completions import translation
-from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 
 # Shared: a client of its own costs more than a request.
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 ROUTE = "/v1/responses"
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 RESPONSE = (
     b'{"metadata": {"id": "resp_other"}, "id" : "resp_1", "object":"response", "odd": {"x": 1.10},'
     b' "output": [], "usage": {"input_tokens": 4, "output_tokens": 2, "total_tokens": 6} }'
@@ -43,17 +37,6 @@ CHAT = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}},
 }
-CHUNKS = [
-    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
-    {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]},
-    {"choices": [{"index": 0, "delta": {"content": "hel"}}]},
-    {"choices": [{"index": 0, "delta": {"content": "lo"}}]},
-    {"choices": [{"index": 0, "delta": {"tool_calls": [
-        {"index": 0, "id": "c1", "function": {"name": "look", "arguments": "{"}}]}}]},
-    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}}]},
-    {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
-    {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
-]  # fmt: skip
 Script = Callable[[Any], None]
 
 
@@ -83,11 +66,6 @@ def chats_only(owner: str = "somebody") -> Script:
             request.answer(models(owner))
         elif not request.target.startswith("/v1/chat/"):
             request.answer(b'{"detail":"Not Found"}', 404)
-        elif request.json.get("stream"):
-            request.head()
-            for chunk in CHUNKS:
-                request.send(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            request.send(b"data: [DONE]\n\n")
         else:
             request.answer(json.dumps(CHAT).encode())
 
@@ -180,12 +158,6 @@ def test_a_stored_response_is_asked_of_its_upstream(gateway: Any, upstream: Any)
     assert server.requests[-1].target == f"{ROUTE}/resp_9", "a sole tenant's ids may be older than this gateway"
 
 
-def test_a_response_that_is_not_streamed_has_an_owner(gateway: Any, upstream: Any) -> None:
-    running = gateway({}, settings(upstream(native()).url))
-    assert post(running, {"stream": True}).content == RESPONSE
-    assert running.runtime.cache.responses.get("default", "resp_1").backend == "up"
-
-
 def test_a_client_that_leaves_a_stored_stream_cancels_it(gateway: Any, upstream: Any, until: Any) -> None:
     left = threading.Event()
 
@@ -215,16 +187,6 @@ def test_the_id_of_a_response_is_no_way_to_other_routes(gateway: Any, upstream: 
             connection.request(method, path)
             assert connection.getresponse().status in (404, 405)
     assert not [one.target for one in server.requests if one.target != "/v1/models" and one.body != b"{}"]
-
-
-@pytest.mark.anyio
-async def test_a_gateway_that_loads_denies_no_response(tmp_path: Path) -> None:
-    """It cannot ask the upstream that may have it yet, so that only time tells."""
-    app = create_app(Runtime(settings("http://127.0.0.1:9/v1")))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        answer = await client.get(f"{ROUTE}/resp_1")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
@@ -306,10 +268,11 @@ def of_two(shared_gateway: Any, shared_upstream: Any, tmp_path_factory: pytest.T
     return shared_gateway({}, settings(shared_upstream(native("vllm")).url, tmp_path_factory.mktemp("keys")))
 
 
-def test_hosted_models_are_told_the_length_by_its_newer_name(
+def test_hosted_models_get_the_length_by_its_newer_name(
     gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(translation, "_HOSTED", ("127.0.0.1",))
+    # no test can reach OpenAI's own servers
+    monkeypatch.setattr("agentspec.proxy.messages.translation._HOSTED", ("127.0.0.1",))
     server = upstream(chats_only())
     running = gateway({}, settings(server.url))
     assert post(running, {"max_output_tokens": 9}).status_code == 200
@@ -330,19 +293,6 @@ def test_translated_conversations_go_on_by_id(gateway: Any, upstream: Any, tmp_p
     assert [one["content"] for one in sent[-1].json["messages"]] == ["one", "hello", "two"]
     assert len(sent[-1].json["cache_salt"]) == 64
     assert post(running, {"previous_response_id": first.id}, "bob").status_code == 404
-
-
-@pytest.mark.parametrize(("script", "path"), [(chats_only(), "/v1/chat/completions"), (native(), ROUTE)])
-def test_tools_are_counted_wherever_they_are_offered(gateway: Any, upstream: Any, script: Any, path: str) -> None:
-    server = upstream(script)
-    running = gateway({}, settings(server.url))
-    one, *others = ({"type": "function", "name": f"t{number}", "parameters": {}} for number in range(129))
-    space = {"type": "namespace", "name": "n", "description": "", "tools": others}
-    item = {"type": "additional_tools", "role": "developer", "tools": others}
-    for many in ({"tools": [one, space]}, {"tools": [one], "input": [item, {"role": "user", "content": "hi"}]}):
-        refused = post(running, many)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
-    assert not posted(server, path) and post(running, {"tools": [space]}).status_code == 200
 
 
 def test_what_one_upstream_may_get_does_not_reach_another_by_id(gateway: Any, upstream: Any) -> None:
