@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.background import _BackgroundLoop, call_sync, iterate_async, iterate_sync
+from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime
 from agentspec.errors import EngineError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
@@ -81,34 +81,23 @@ async def test_cancelled_iterate_async_cancels_the_work() -> None:
 
 
 def test_the_shared_runtime_takes_any_local_model_where_nothing_is_configured() -> None:
-    portal = _BackgroundLoop()
-    default = portal.runtime(None)
-    other = portal.runtime("./my-model")
-    assert portal.runtime("smollm2-135m") is default and portal.runtime("./my-model") is other is not default
-    assert other.models() == ["./my-model"] and other.cache is default.cache
-    portal.close()
-    portal.close()
+    program = """
+from agentspec.background import shared_runtime
+default, other = shared_runtime(), shared_runtime("./my-model")
+assert shared_runtime("smollm2-135m") is default and shared_runtime("./my-model") is other is not default
+assert other.models() == ["./my-model"] and other.cache is default.cache
+print("ends")
+"""
+    assert run(program) == "ends\n"
+    configured = "from agentspec.background import shared_runtime as of\nprint(of('./my-model') is of())"
+    assert run(configured, AGENTSPEC_BACKENDS__LOCAL__DEVICE="cpu") == "True\n"
 
 
-def test_a_configured_runtime_knows_its_own_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTSPEC_BACKENDS__LOCAL__DEVICE", "cpu")
-    portal = _BackgroundLoop()
-    assert portal.runtime("./my-model") is portal.runtime(None)
-    portal.close()
-
-
-def test_equal_endpoints_share_connections() -> None:
-    portal = _BackgroundLoop()
-    assert portal.remote(upstream()) is portal.remote(upstream())
-    assert portal.remote(upstream()) is not portal.remote(upstream(read_timeout=1.0))
-    portal.close()
-
-
-def test_errors_of_an_endpoint_name_its_address_and_not_its_password() -> None:
-    portal = _BackgroundLoop()
+def test_equal_endpoints_share_connections_and_errors_name_no_password() -> None:
+    first, other = (upstream(read_timeout=seconds) for seconds in (600.0, 1.0))
+    assert remote_runtime(first) is remote_runtime(upstream()) is not remote_runtime(other)
     settings = OpenAISettings.model_validate({"base_url": "http://me:secret@127.0.0.1:9/v1"})
-    assert portal.remote(settings).settings.backends == {"http://127.0.0.1:9/v1": settings}
-    portal.close()
+    assert remote_runtime(settings).settings.backends == {"http://127.0.0.1:9/v1": settings}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -130,5 +119,12 @@ fake = FakeBackend(Answer(text="one two three", latency=0.05))
 answer = iterate_sync(lambda: fake.generate(GenerateRequest(model="m", text="x")))
 print(next(answer).text)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
+    assert run(program) == "one\n"
+
+
+def run(program: str, **variables: str) -> str:
+    """What a program prints, which ends without a word of trouble."""
+    command, environment = [sys.executable, "-c", program], os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout

@@ -1,24 +1,26 @@
-"""Every example runs as its reader runs it: in a process of its own."""
+"""Every example runs as its reader runs it, in a process of its own; the agents at a gateway with a scripted model."""
 
 from __future__ import annotations
 
+import json
 import os
-import socket
+import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 
-from agentspec.proxy import create_app
-from agentspec.runtime import Runtime
+from agentspec.recordings.formats import detect, read
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Speculation
+from agentspec.types import GenerateRequest, Speculation
+from tests.proxy.conftest import run_gateway
+
+SPECULATION = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_saved=0.125)
+
+Play = Callable[[str], str]
 
 
 def process(repository: Path, name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,25 +37,20 @@ def run(repository: Path, name: str, *arguments: str, **environment: str) -> str
     return done.stdout
 
 
-@pytest.fixture
-def gateway() -> Iterator[str]:
-    """A gateway on a free port, with a backend that plays a script."""
-    speculation = Speculation(drafted=5, accepted=4, steps=2, estimated_seconds_saved=0.125)
-    backend = FakeBackend(Answer(text="hello from the gateway", speculation=speculation))
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(Runtime(backends={"fake": backend}))
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    for _ in range(1200):
-        if server.started and httpx.get(f"{address}/health").status_code == 200:
-            break
-        time.sleep(0.05)
-    yield f"{address}/v1"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+@pytest.fixture(scope="module")
+def play() -> list[Play]:
+    """How the model of the gateway answers a prompt."""
+    return [lambda prompt: "hello from the gateway"]
+
+
+@pytest.fixture(scope="module")
+def gateway(play: list[Play]) -> Iterator[str]:
+    def answer(asked: GenerateRequest) -> Answer:
+        last: Any = (asked.messages or [{}])[-1]
+        return Answer(play[0](str(last.get("content"))), speculation=SPECULATION)
+
+    with run_gateway({"fake": FakeBackend(answer)}) as running:
+        yield f"{running.url}/v1"
 
 
 def test_proxy_client(repository: Path, gateway: str) -> None:
@@ -89,21 +86,18 @@ def test_quickstart(repository: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.model
-def test_decorator(repository: Path) -> None:
-    printed = run(repository, "decorator.py")
-    assert "polish" in printed and "letters" in printed
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("decorator.py", ("polish", "letters")), ("langgraph_agent.py", ("capitals", "check", "ai:"))],
+)
+def test_examples_in_process(repository: Path, name: str, said: tuple[str, ...]) -> None:
+    printed = run(repository, name)
+    assert all(one in printed for one in said)
 
 
 @pytest.mark.long
 @pytest.mark.model
-def test_langgraph_agent(repository: Path) -> None:
-    printed = run(repository, "langgraph_agent.py")
-    assert "capitals" in printed and "check" in printed and printed.count("ai:") == 2
-
-
-@pytest.mark.long
-@pytest.mark.model
-def test_rag_agent(repository: Path) -> None:
+def test_rag_agent_in_process(repository: Path) -> None:
     printed = run(repository, "rag_agent.py")
     assert "draft: " in printed and "check: " in printed
     assert "2 look-ups, 1 guessed, 1 of these right" in printed
@@ -111,6 +105,153 @@ def test_rag_agent(repository: Path) -> None:
     assert "2 look-ups" in own
 
 
+class Stage:
+    """The gateway, and the example agents run against it, whose model answers by what the prompt says."""
+
+    def __init__(self, repository: Path, url: str, play: list[Play], folder: Path) -> None:
+        self.repository, self.url, self.play, self.record = repository, url, play, folder / "calls.jsonl"
+
+    def run(self, name: str, play: Play, *arguments: str) -> str:
+        self.play[:] = [play]
+        options = ("--base-url", self.url, "--model", "fake", "--record", str(self.record), *arguments)
+        return run(self.repository, name, *options)
+
+    @property
+    def recorded(self) -> set[str | None]:
+        """The steps of the calls that `agentspec cache replay` finds in the record."""
+        return {call.labels.step for call in read(self.record, detect(self.record))}
+
+
+@pytest.fixture
+def stage(repository: Path, gateway: str, play: list[Play], tmp_path: Path) -> Stage:
+    return Stage(repository, gateway, play, tmp_path)
+
+
+def steps(printed: str) -> dict[str, list[str]]:
+    """The rows of the report at the end, by their step."""
+    table = printed[re.search(r"workflow +step", printed).start() :].splitlines()  # type: ignore[union-attr]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table[1:]]
+    return {row[1]: row for row in rows}
+
+
+def nonsense(prompt: str) -> str:
+    return "I am a teapot, {short and [stout"
+
+
+def sql_model(prompt: str) -> str:
+    if "Name the tables" in prompt:
+        return "customers"
+    if "Mend this query" in prompt:
+        return "```sql\nSELECT city, COUNT(*) FROM customers GROUP BY city;\n```"
+    if "Rows found" in prompt:
+        return f"There are {len(re.findall(r'Rome|Oslo|Lima|Kyoto', prompt))} cities."
+    return "SELECT town, COUNT(*) FROM customers GROUP BY town"
+
+
+@pytest.mark.slow
+def test_text_to_sql(stage: Stage) -> None:
+    printed = stage.run("text_to_sql/agent.py", sql_model, "Customers by city?")
+    assert "There are 4 cities." in printed and "SELECT city, COUNT(*) FROM customers GROUP BY city" in printed
+    assert set(steps(printed)) == {"link", "write", "repair", "answer"}
+    assert "0.12" in steps(printed)["write"][-1]
+    assert stage.recorded == {"link", "write", "repair", "answer"}
+
+
+@pytest.mark.slow
+def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
+    written = ["DROP TABLE customers", "SELECT 1; DROP TABLE customers", "DELETE FROM orders", "```sql\n```", "With x"]
+    written.append("I would start with the highest price.")
+    written.append("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n")
+    asked = [f"case {number}" for number in range(len(written))]
+
+    def play(prompt: str) -> str:
+        return written[int(re.findall(r"case (\d)", prompt)[0])]
+
+    printed = stage.run("text_to_sql/agent.py", play, *asked)
+    assert printed.count("I found no answer.") == len(written) - 1  # the first half of the second is a query
+    assert printed.count("(no query)") == 5
+
+
+def market_model(prompt: str) -> str:
+    if "Decide" not in prompt:
+        return f"The {prompt.split()[4]} is fine."
+    assert prompt.count("is fine.") == 4
+    return json.dumps({"action": "sell", "reason": "four analysts say so"})
+
+
+@pytest.mark.slow
+def test_market_agents(stage: Stage) -> None:
+    printed = stage.run("market_agents/agent.py", market_model)
+    assert [line for line in printed.splitlines() if ": sell." in line] == [
+        f"{symbol}: sell. four analysts say so" for symbol in ("ALFA", "BETA", "GAMA")
+    ]
+    rows = steps(printed)
+    assert set(rows) == {"trend", "momentum", "risk", "volume", "decide"} == stage.recorded
+    assert {row[5] for row in rows.values()} == {"3"}  # calls: one for each symbol
+
+
+def series_model(prompt: str) -> str:
+    if "Choose a method" in prompt:
+        return json.dumps({"method": "drift", "outliers": "clip"})
+    return "It goes up and down with the year."
+
+
+@pytest.mark.slow
+def test_time_series(stage: Stage) -> None:
+    printed = stage.run("time_series/agent.py", series_model)
+    assert all(f"{name}: " in printed for name in ("sales", "visits", "repairs"))
+    assert printed.count("It goes up and down with the year.") == 3
+    assert set(steps(printed)) == {"curator", "planner", "reporter"} == stage.recorded
+
+
+@pytest.mark.slow
+def test_rag_agent(stage: Stage) -> None:
+    printed = stage.run("rag_agent.py", lambda prompt: "Two businessmen.")
+    assert "draft: Two businessmen." in printed and "check: Two businessmen." in printed
+    assert set(steps(printed)) == {"draft", "check"} == stage.recorded
+
+
+AGENTS = ("text_to_sql/agent.py", "market_agents/agent.py", "time_series/agent.py", "rag_agent.py")
+MISTAKES = (
+    (("--base-url", "http://127.0.0.1:9/v1"), "(ConnectError): check its address"),
+    (("--base-url", "127.0.0.1:9/v1"), "must begin with http"),
+    (("--model", "nosuch"), "no model 'nosuch'. Give a built-in name"),
+    (("--record", "/nonexistent/calls.jsonl"), "name a file in a folder that exists"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        (AGENTS[0], *MISTAKES[0]),
+        *(pytest.param(name, *MISTAKES[0], marks=pytest.mark.long) for name in AGENTS[1:]),
+        *(pytest.param(AGENTS[0], *mistake, marks=pytest.mark.long) for mistake in MISTAKES[1:]),
+    ],
+)
+def test_a_mistake_is_answered_in_a_line(repository: Path, name: str, arguments: tuple[str, ...], said: str) -> None:
+    done = process(repository, name, *arguments)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "asked", "said"),
+    [
+        ("text_to_sql", "Customers?", "I found no answer."),
+        ("market_agents", "ALFA", "ALFA: hold. the answer was no decision"),
+        ("time_series", "sales", "(seasonal, mean error"),
+    ],
+)
+def test_nonsense_is_answered(stage: Stage, name: str, asked: str, said: str) -> None:
+    assert said in stage.run(f"{name}/agent.py", nonsense, asked)
+
+
+@pytest.mark.long
+def test_rag_agent_says_where_the_question_stands(repository: Path) -> None:
+    done = process(repository, "rag_agent.py", "Who was Hutton?")
+    assert done.returncode == 2 and "the corpus comes first, then the question" in done.stderr
+
+
 def test_every_example_is_tested(repository: Path) -> None:
-    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert {path.stem for path in (repository / "examples").glob("*.py")} <= tested
+    tested = Path(__file__).read_text()
+    assert [path.name for path in (repository / "examples").glob("*.py") if f'"{path.name}"' not in tested] == []

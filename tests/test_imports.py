@@ -10,9 +10,9 @@ import pytest
 
 import agentspec
 from agentspec import errors
-from agentspec.cli.doctor import distribution
 from agentspec.errors import EXTRAS, extra_of, install_advice, needs_extra
 
+NAMES = {"faiss": "faiss-cpu"}  # of distributions that differ by more than a dash
 HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}
 
 
@@ -58,16 +58,8 @@ def test_an_unknown_name_is_an_attribute_error():
         agentspec.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import agentspec.step.decorator",
-        "import agentspec",
-        pytest.param("import agentspec.runtime", marks=pytest.mark.slow),
-    ],
-)
-def test_step_is_the_decorator_whatever_is_imported_first(first):
-    program = f"{first}\nfrom agentspec import step\nprint(type(step).__name__)"
+def test_step_is_the_decorator_whatever_is_imported_first():
+    program = "import agentspec.step.decorator\nfrom agentspec import step\nprint(type(step).__name__)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "function"
 
@@ -90,23 +82,18 @@ def test_an_import_without_its_extra_says_what_to_install(missing, code, extra):
 
 
 @pytest.mark.parametrize("missing", ["agentspec.proxy.lost", "dependency_of_starlette", "torch.nn", None])
-def test_what_no_extra_mends_is_told_as_it_is(missing):
+def test_what_no_extra_mends_is_reported_as_it_is(missing):
     lost = ModuleNotFoundError("lost", name=missing)
     with pytest.raises(ModuleNotFoundError) as raised, needs_extra("proxy"):
         raise lost
     assert raised.value is lost
-    with (
-        pytest.raises(ModuleNotFoundError, match=r"^lost; in a checkout of agentspec, run: pip install '\.\[proxy\]'$"),
-        needs_extra("proxy"),
-    ):
-        raise ModuleNotFoundError("lost", name="starlette.routing")
 
 
 def test_the_packages_of_an_extra_are_those_that_it_installs(repository):
     declared = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, packages in EXTRAS.items():
         required = {re.match(r"[\w-]+", one)[0] for one in declared[extra]} - {"agentspec-inference"}
-        assert {distribution(package) for package in packages} == required
+        assert {NAMES.get(package, package.replace("_", "-")) for package in packages} == required
     assert (
         extra_of("torch.nn") == "torch" and extra_of("jinja2") == "proxy" and extra_of("json") is extra_of(None) is None
     )

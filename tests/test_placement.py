@@ -79,29 +79,22 @@ def test_a_choice_is_one_of_the_members_that_may_take_calls(name, calls):
             policy.removed("a")
 
 
-def test_a_session_stays_until_its_server_is_crowded():
+def test_a_session_stays_until_its_server_is_crowded_or_gone():
     policy = WorkflowAffinity()
-    idle = [Member("a", in_flight=2), Member("b", in_flight=2), Member("c", in_flight=2)]
+    idle = [Member(name, in_flight=2) for name in "abc"]
     call = Call(session="s", blocks=(1, 2))
     home = policy.choose(call, idle)
     policy.placed(call, home)
     longer = Call(session="s", blocks=(1, 2, 3))
-    busy = [replace(one, in_flight=4) if one.name == home.name else one for one in idle]
-    assert policy.choose(longer, busy).name == home.name
-    crowded = [replace(one, in_flight=20) if one.name == home.name else one for one in idle]
-    assert policy.choose(longer, crowded).name != home.name
 
+    def chosen(load):
+        return policy.choose(longer, [replace(one, in_flight=load) if one.name == home.name else one for one in idle])
 
-def test_a_session_whose_server_died_goes_on_elsewhere_and_stays_there():
-    policy = WorkflowAffinity()
-    call = Call(session="s", blocks=(1,))
-    both = [Member("a"), Member("b")]
-    home = policy.choose(call, both)
-    policy.placed(call, home)
+    assert chosen(4).name == home.name and chosen(20).name != home.name
     policy.removed(home.name)
-    (other,) = [one for one in both if one.name != home.name]
-    policy.placed(call, policy.choose(call, [other]))
-    assert policy.choose(call, both).name == other.name
+    other = policy.choose(call, [one for one in idle if one.name != home.name])
+    policy.placed(call, other)
+    assert policy.choose(call, idle).name == other.name
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -126,17 +119,6 @@ def test_branches_follow_their_trunk_while_there_is_room():
     chosen, _ = _play(policy, branches, members)
     assert chosen[:2] == ["b", "b"]
     assert set(chosen) == {"a", "b"}
-
-
-def test_a_prefix_that_two_servers_have_keeps_no_session_from_its_home():
-    policy, members = WorkflowAffinity(), [Member(name) for name in "abc"]
-    fresh = Call(session="s", blocks=(1, 2, 3))
-    home = WorkflowAffinity().choose(fresh, members).name
-    first, second = (member for member in members if member.name != home)
-    policy.placed(Call(session="t", blocks=(1, 2)), first)
-    assert policy.choose(fresh, members) == first
-    policy.placed(Call(session="u", blocks=(1, 2)), second)
-    assert policy.choose(fresh, members).name == home
 
 
 def _busy_home(policy, session, **busy):

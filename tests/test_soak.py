@@ -143,7 +143,7 @@ class Server:
         return not busy and self.metric("agentspec_requests_in_flight") <= 1  # the question itself
 
     def at_rest(self) -> Sample:
-        """What it holds once nobody asks anything."""
+        """What it holds when it has no requests."""
         wait(lambda: self.idle, 300)
         return self.sample()
 
@@ -199,8 +199,6 @@ class Soak:
         self.references: list[Said] = []
         self.samples: list[Sample] = []
         self.counts: Counter[str] = Counter()
-        self.latencies: list[float] = []
-        self.tokens = 0
         self.errors: list[str] = []
         self.parted: list[tuple[Ask, Said, Said]] = []
         self.rests: list[Sample] = []  # before, when warm, after
@@ -224,7 +222,7 @@ class Soak:
 
     @property
     def lacks(self) -> list[str]:
-        """What nobody has asked yet."""
+        """What no client has asked yet."""
         asked = [f"{kind}, {way}" for kind in FORMS for way in ("whole", "streamed")]
         return [one for one in asked if not self.counts[one]] if not self.errors else []
 
@@ -250,7 +248,6 @@ class Soak:
 
     async def _once(self, client: openai.AsyncOpenAI, rng: random.Random, ask: Ask, want: Said) -> None:
         way = rng.choices(("whole", "streamed", "left", "abandoned"), (8, 8, 3, 1))[0]
-        began = time.monotonic()
         if way == "whole":
             self._judge(ask, await self._whole(client, ask), want)
         elif way == "abandoned":
@@ -260,11 +257,8 @@ class Soak:
             chunks = rng.randint(1, 6) if way == "left" else None
             self._judge(ask, await self._streamed(client, ask, chunks), want, partly=way == "left")
         self.counts[f"{ask.kind}, {way}"] += 1
-        if way in ("whole", "streamed"):
-            self.latencies.append(time.monotonic() - began)
 
     def _judge(self, ask: Ask, got: Said, want: Said, *, partly: bool = False) -> None:
-        self.tokens += len(got.tokens)
         if partly and got.finish is None:
             same = got.tokens == want.tokens[: len(got.tokens)]
         else:
@@ -320,20 +314,6 @@ class Soak:
         slope, _ = np.polyfit([s.seconds for s in warm], [float(s.rss) for s in warm], 1)
         return float(slope) * (warm[-1].seconds - warm[0].seconds)
 
-    def report(self) -> str:
-        whole = np.percentile(self.latencies, [50, 99])
-        seconds = self.rests[-1].seconds - self.rests[0].seconds
-        course = [round(sample.rss / MIB) for sample in self.samples[:: max(1, len(self.samples) // 10)]]
-        return (
-            f"{sum(self.counts.values())} requests of {self.load.clients} clients in {seconds:.0f} s: {self.tokens}"
-            f" tokens, whole answers in {whole[0]:.1f} s (median) and {whole[1]:.1f} s (p99)\n"
-            f"{dict(sorted(self.counts.items()))}\n"
-            f"{len(self.errors)} errors, {len(self.parted)} answers unlike their reference\n"
-            f"resident MiB over time: {course}, growth once warm {self.growth() / MIB:+.1f} MiB\n"
-            f"open files {[rest.files for rest in self.rests]}, threads {[rest.threads for rest in self.rests]}"
-            " before, when warm and after"
-        )
-
 
 def soak(load: Load, folder: Path) -> None:
     with serving(load.model, folder) as server:
@@ -341,7 +321,6 @@ def soak(load: Load, folder: Path) -> None:
         asyncio.run(trial.run())
         _, warm, _ = trial.rests
         wait(lambda: server.sample().files <= warm.files and server.sample().threads <= warm.threads, 300)
-        print(f"\n{trial.report()}")
         served = server.metric("agentspec_engine_forwards_total"), server.metric("agentspec_accepted_tokens_total")
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.wait(300) == 0
@@ -352,7 +331,7 @@ def soak(load: Load, folder: Path) -> None:
     assert served[0] > 0 and served[1] > 0
     assert {entry["outcome"] for entry in entries if "outcome" in entry} <= {"ok", "cancelled"}
     assert not [entry for entry in entries if entry["level"] in ("error", "critical")]
-    assert trial.growth() <= load.growth
+    assert trial.growth() <= load.growth, [round(sample.rss / MIB) for sample in trial.samples]
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from contextlib import aclosing
-
 import anyio
 import pytest
 from hypothesis import given
@@ -67,14 +65,6 @@ async def test_errors_before_and_after_deltas() -> None:
         async for delta in backend.generate(ask()):
             seen.append(delta.text)
     assert seen == ["one", " two"] and backend.active == 0 and backend.cancelled == []
-
-
-async def test_closing_the_iterator_cancels() -> None:
-    backend = FakeBackend(Answer(text="one two three", latency=0.001))
-    async with aclosing(backend.generate(ask())) as answer:  # type: ignore[type-var]
-        assert (await anext(answer)).text == "one"
-        assert backend.active == 1
-    assert backend.active == 0 and len(backend.cancelled) == 1
 
 
 async def test_cancelling_the_task_cancels() -> None:
