@@ -89,24 +89,11 @@ async def test_greedy_answers_are_labelled_where_they_can_differ(
         assert isinstance(told, LossyAcceptanceSpeculation) is bool(fast.response_headers(request)) is lossy
 
 
-async def test_several_choices_sum_up(tiny_model: Path) -> None:
-    async with Runtime(settings(tiny_model, tenants=("*",))) as runtime:
-        request = asking(tenant="anybody")
-        object.__setattr__(request, "sampling", SamplingParams(temperature=1.5, seed=4, max_tokens=8, n=3))
-        _, told = await answer(runtime, request)
-        assert isinstance(told, LossyAcceptanceSpeculation) and told.steps >= 3
-
-
-def opened(base: Any, **fields: Any) -> LossyAcceptanceBackend:
-    knobs = LossyAcceptanceSettings(base="base", tenants=("*",), **fields)
-    return LossyAcceptanceBackend.open(
-        "fast", knobs, Dependencies(lambda name: ModelRef(base, name), lambda name: base)
-    )
-
-
 def test_an_upstream_cannot_be_lossy() -> None:
+    knobs = LossyAcceptanceSettings(base="base", tenants=("*",))
+    found = Dependencies(lambda name: ModelRef(FakeBackend("a"), name), lambda name: pytest.fail(name))
     with pytest.raises(ConfigurationError, match="must be a local model"):
-        opened(FakeBackend("a"))
+        LossyAcceptanceBackend.open("fast", knobs, found)
 
 
 async def test_a_model_without_a_draft_model_and_a_missing_judge_are_refused(tiny_model: Path, tmp_path: Path) -> None:

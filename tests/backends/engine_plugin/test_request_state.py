@@ -26,27 +26,29 @@ def test_labels() -> None:
     )
 
 
-@pytest.mark.parametrize("given", [None, "text", [1, "2"], [1, True], [1, -1], [2**31 - 1], [1.0], {"a": 1}])
-def test_what_cannot_be_tokens_is_no_prediction(given: object) -> None:
-    assert prediction_in({PREDICTION: given}) == ()
-    assert prediction_in({}) == ()
-
-
-def test_a_prediction() -> None:
-    assert prediction_in({PREDICTION: [0, 5, 2**31 - 2]}) == (0, 5, 2**31 - 2)
-
-
-def test_of_a_long_prediction_the_beginning_is_followed() -> None:
-    """The engine's thread takes it in."""
-    assert prediction_in({PREDICTION: [7] * 100_000}) == (7,) * MOST_PREDICTED
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        *((given, ()) for given in (None, "text", [1, "2"], [1, True], [1, -1], [2**31 - 1], [1.0], {"a": 1})),
+        ([0, 5, 2**31 - 2], (0, 5, 2**31 - 2)),
+        ([7] * 100_000, (7,) * MOST_PREDICTED),  # the engine's thread takes it in
+    ],
+    ids=lambda given: str(given)[:20],
+)
+def test_a_prediction_is_a_list_of_tokens_whose_beginning_is_followed(given: object, tokens: tuple[int, ...]) -> None:
+    assert prediction_in({PREDICTION: given}) == tokens and prediction_in({}) == ()
 
 
 @pytest.mark.parametrize(
-    "given", [None, "20", True, 0, -1.0, math.nan, math.inf, pytest.param(10**400, id="huge"), [20]]
+    ("given", "seconds"),
+    [
+        *((given, None) for given in (None, "20", True, 0, -1.0, math.nan, math.inf, 10**400, [20])),
+        *((given, 0.02) for given in (20, 20.0)),
+    ],
+    ids=lambda given: str(given)[:20],
 )
-def test_what_is_no_time_is_no_latency_goal(given: object) -> None:
-    assert seconds_per_token_in({LATENCY: given}) is None
-    assert seconds_per_token_in({}) is None
+def test_what_is_no_time_is_no_latency_goal(given: object, seconds: float | None) -> None:
+    assert seconds_per_token_in({LATENCY: given}) == seconds and seconds_per_token_in({}) is None
 
 
 @pytest.mark.parametrize("given", [5e-324, 1e-200, 1e-3])
@@ -56,7 +58,3 @@ def test_a_goal_that_no_server_keeps_can_be_computed_with(given: float) -> None:
     state = RequestState(1, RequestStats(), RequestInfo(seconds_per_token=seconds))
     state.output_length = 10
     assert 1 < state.required_tokens(now=1e6, step_seconds=0.01) < math.inf
-
-
-def test_a_latency_goal() -> None:
-    assert seconds_per_token_in({LATENCY: 20}) == seconds_per_token_in({LATENCY: 20.0}) == 0.02

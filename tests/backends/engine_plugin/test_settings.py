@@ -10,13 +10,11 @@ from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.errors import ConfigurationError
 
 
-def test_nothing_set_keeps_all_in_memory() -> None:
-    settings = read_settings("VLLM", {"PATH": "/bin", "AGENTSPEC_VLLM": "on"})
-    assert settings.cache.location() is None
-    assert settings.tenant == "default"
-
-
-def test_every_setting_of_the_cache_can_be_given() -> None:
+def test_every_setting_of_the_cache_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("p w")
+    password = {"AGENTSPEC_CACHE__PASSWORD_FILE": str(tmp_path / "secret")}
+    settings = read_settings("VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", **password})
+    assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
     settings = read_settings(
         "VLLM",
         {
@@ -36,13 +34,6 @@ def test_every_setting_of_the_cache_can_be_given() -> None:
     assert settings.cache.refuse_patterns == (r"sk-\w+",)
     assert settings.tenant == "acme"
     assert settings.salts == {"pepper": "other"}
-
-
-def test_a_database_by_its_address(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("p w")
-    password = {"AGENTSPEC_CACHE__PASSWORD_FILE": str(tmp_path / "secret")}
-    settings = read_settings("VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", **password})
-    assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
 
 
 @pytest.mark.parametrize(
@@ -67,16 +58,11 @@ def test_what_cannot_work_is_named(environment: dict[str, str], named: str) -> N
     assert "pepper" not in str(raised.value).lower(), "a salt is a secret"
 
 
-def test_it_can_be_switched_off() -> None:
-    assert enabled("VLLM", {})
-    assert enabled("VLLM", {"AGENTSPEC_VLLM": "1"})
-    assert not enabled("VLLM", {"AGENTSPEC_VLLM": "off"})
-    with pytest.raises(ConfigurationError, match="on or off"):
-        enabled("VLLM", {"AGENTSPEC_VLLM": "perhaps"})
-
-
 def test_each_engine_has_its_own_switch_and_salts() -> None:
-    environment = {"AGENTSPEC_SGLANG": "off", "AGENTSPEC_SGLANG_SALTS": '{"pepper": "a"}'}
+    environment = {"AGENTSPEC_SGLANG": "off", "AGENTSPEC_SGLANG_SALTS": '{"pepper": "a"}', "PATH": "/bin"}
     assert enabled("VLLM", environment) and not enabled("SGLANG", environment)
     assert read_settings("SGLANG", environment).salts == {"pepper": "a"}
-    assert read_settings("VLLM", environment).salts == {}
+    settings = read_settings("VLLM", environment)
+    assert (settings.salts, settings.tenant, settings.cache.location()) == ({}, "default", None)
+    with pytest.raises(ConfigurationError, match="on or off"):
+        enabled("VLLM", {"AGENTSPEC_VLLM": "perhaps"})

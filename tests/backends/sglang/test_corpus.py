@@ -19,6 +19,7 @@ from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Sch
 
 TEXT = list(range(100, 160))
 OTHER = list(range(300, 360))
+THIRD = list(range(500, 560))
 
 
 def scheduler(corpus: TokenCacheCorpus, *, overlap: bool = True) -> Scheduler:
@@ -55,51 +56,37 @@ def test_requests_side_by_side_keep_to_their_own(corpora: Corpora, cache: Suffix
     assert stored(cache) == [[5, 6], TEXT, OTHER[:40]]
 
 
-def test_an_answer_is_kept_up_to_where_it_stopped(corpora: Corpora, cache: SuffixCache) -> None:
-    corpus = corpora()
-    req = Req("a", [1], [])
-    req.output_ids.extend(TEXT[:5])
-    corpus.see([req])
-    req.output_ids.extend(TEXT[5:9])
-    req.finish(7)
-    corpus.finish("a")
-    corpus.finish("a")
-    assert corpus.flush()
-    assert stored(cache) == [TEXT[:7]]
-
-
-def test_a_request_that_was_set_back_goes_on(corpora: Corpora, cache: SuffixCache) -> None:
+def test_a_request_that_was_set_back_goes_on_and_is_kept_up_to_where_it_stopped(
+    corpora: Corpora, cache: SuffixCache
+) -> None:
     corpus = corpora()
     req = Req("a", [1], [])
     req.output_ids.extend(TEXT[:5])
     corpus.see([req])
     corpus.erase_match_state(["a", "unknown"])
-    req.output_ids.extend(TEXT[5:9])
+    req.output_ids.extend(TEXT[5:6])
     corpus.see([req])
-    req.finish(9)
-    corpus.erase_match_state(["a"])
+    req.output_ids.extend(TEXT[6:9])
+    req.finish(7)
+    for _ in range(2):
+        corpus.finish("a")
     assert corpus.flush()
-    assert stored(cache) == [TEXT[:9]]
+    assert stored(cache) == [TEXT[:7]]
 
 
-def test_requests_that_vanish_are_ended(corpora: Corpora, cache: SuffixCache) -> None:
-    corpus = corpora()
-    req = Req("a", [1], [])
-    req.output_ids.extend(TEXT[:5])
-    corpus.see([req])
-    del req
-    gc.collect()
-    corpus.erase_match_state([])
-    assert corpus.flush()
-    assert stored(cache) == [] and not corpus._live
-
-
-def test_another_request_of_the_same_name(corpora: Corpora, cache: SuffixCache) -> None:
+def test_requests_that_vanish_or_give_their_name_to_another_are_ended(corpora: Corpora, cache: SuffixCache) -> None:
     corpus = corpora()
     reqs = [Req("a", [1], []) for _ in range(2)]
     for req, text in zip(reqs, (TEXT[:4], OTHER[:4]), strict=True):
         req.output_ids.extend(text)
         corpus.see([req])
+    gone = Req("b", [1], [])
+    gone.output_ids.extend(TEXT[:5])
+    corpus.see([*reqs[1:], gone])
+    del gone
+    gc.collect()
+    corpus.erase_match_state([])
+    assert corpus.flush() and stored(cache) == []
     reqs[-1].finish(4)
     corpus.reset()
     assert corpus.flush()
@@ -154,15 +141,10 @@ def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None
     assert stored(cache, "acme") == [OTHER[:30], OTHER]
     assert first_tree(server.worker.ngram_corpus, Req("e", [1], OTHER, extra_key="pepper"), OTHER) > 3
     assert first_tree(server.worker.ngram_corpus, Req("f", [1], OTHER), OTHER) == 0
-
-
-def test_adapters_keep_requests_apart(corpora: Corpora) -> None:
-    server = scheduler(corpora())
-    server.run(Req("a", [1], TEXT, lora_id="one", extra_key="one"))
-    corpus = server.worker.ngram_corpus
-    assert first_tree(corpus, Req("b", [1], TEXT), TEXT) == 0
-    assert first_tree(corpus, Req("c", [1], TEXT, lora_id="two", extra_key="two"), TEXT) == 0
-    assert first_tree(corpus, Req("d", [1], TEXT, lora_id="one", extra_key="one"), TEXT) > 3
+    server.run(Req("g", [1], THIRD, lora_id="one", extra_key="one"))  # so do adapters
+    for name, adapter, found in (("h", None, False), ("i", "two", False), ("j", "one", True)):
+        req = Req(name, [1], THIRD, lora_id=adapter, extra_key=adapter)
+        assert (first_tree(server.worker.ngram_corpus, req, THIRD) > 3) is found
 
 
 @pytest.mark.parametrize(
@@ -247,14 +229,6 @@ def test_all_ranks_get_the_first_ones_trees(corpora: Corpora) -> None:
             assert corpus.flush()
 
 
-def test_prompts_without_token_ids_and_unknown_requests_get_no_drafts(corpora: Corpora, cache: SuffixCache) -> None:
-    corpus = corpora()
-    assert first_tree(corpus, Req("a", TEXT, TEXT, input_embeds=[[0.5]]), TEXT) == 0
-    tokens, _ = corpus.batch_get(["nobody"], [[5]], [1])
-    assert tokens.tolist() == [5] + [0] * (NODES - 1)
-    assert cache.stats().requests == 0
-
-
 def test_a_failure_costs_drafts_only(corpora: Corpora, caplog: pytest.LogCaptureFixture) -> None:
     corpus = corpora()
     for rid in ("a", "b"):
@@ -269,4 +243,6 @@ def test_a_failure_costs_drafts_only(corpora: Corpora, caplog: pytest.LogCapture
     corpus.see([req])
     assert corpus.batch_get(["c"], [[1, 2**40]], [2])[0].tolist() == [2**40] + [0] * (NODES - 1)
     corpus.finish("c")
+    assert first_tree(corpus, Req("d", TEXT, TEXT, input_embeds=[[0.5]]), TEXT) == 0  # no token ids to search by
+    assert corpus.batch_get(["unknown"], [[5]], [1])[0].tolist() == [5] + [0] * (NODES - 1)
     assert caplog.text.count("without drafts") == 1

@@ -36,21 +36,6 @@ def test_steps_that_all_take_as_long_are_learned_so_in_whatever_order_they_come(
     assert model.seconds(max(sizes)) < 1.5 * model.seconds(8)
 
 
-@pytest.mark.parametrize("requests", [300, 600, 2000])
-def test_steps_of_any_size_are_learned_from(requests: int) -> None:
-    """A batch that is larger than the cost model's largest size, on a device whose steps are flat up to 2048 tokens."""
-
-    def seconds(tokens: int) -> float:
-        return 0.02 + 0.00002 * max(0, tokens - 2048)
-
-    random, cost = Random(0), StepTimeModel()
-    for _ in range(300):
-        tokens = requests * random.choice([1, 2, 3, 6])
-        cost.observe(tokens, seconds(tokens) * random.lognormvariate(0, 0.02))
-    for tokens in (requests, 2 * requests, 5 * requests):
-        assert cost.seconds(tokens) == pytest.approx(seconds(tokens), rel=0.15)
-
-
 class Drafts:
     """What may follow eight requests in each of many steps: now and then a copied passage, else little."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import TorchSettings
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings, SpeculativeThinkingSettings
@@ -70,19 +69,6 @@ async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -
         assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
 
 
-@LONG
-async def test_steps_are_kept_as_ids_and_reuse_the_rows_of_their_prefix(runtime: Runtime) -> None:
-    """The scoring call shares its prompt with the step before it: all but the question is not computed again."""
-    small = runtime.backends()["small"]
-    assert small.capabilities.token_ids and isinstance(small.capabilities, Capabilities)
-    before = small.stats().reused_tokens  # type: ignore[attr-defined]
-    found = await deltas(runtime, ask("kept", problems()[1]))
-    told = found[-1].speculation
-    assert isinstance(told, StepSpeculation)
-    if told.steps > 1:
-        assert small.stats().reused_tokens > before  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
 async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime) -> None:
     properties = {"odd": {"type": "boolean"}}
@@ -91,13 +77,3 @@ async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime
     found = await deltas(runtime, replace(ask("kept", problems()[0]), extra={"response_format": form}))
     assert isinstance(json.loads("".join(delta.text for delta in found))["odd"], bool)
     assert thought(found) == thought(await deltas(runtime, ask("kept", problems()[0])))
-
-
-@LONG
-async def test_a_tool_is_called_behind_thinking_that_knew_of_it(runtime: Runtime) -> None:
-    tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
-    asked = replace(ask("taught", problems()[0]), extra={"tools": [tool], "tool_choice": "required"})
-    found = await deltas(runtime, asked)
-    calls = [call for delta in found for call in delta.extra.get("tool_calls", ())]
-    assert calls[0]["function"]["name"] == "count" and thought(found).strip()
-    assert thought(found) != thought(await deltas(runtime, ask("taught", problems()[0])))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from agentspec.reasoning.retrieval import datastore as module
 from agentspec.reasoning.retrieval.datastore import Datastore, DatastoreManifest, DatastoreWriter, build, digest
 
 pytestmark = pytest.mark.anyio
-
-WIDTH = 4
 
 
 class Countable:
@@ -87,8 +86,6 @@ async def test_another_model_or_corpus_is_refused(corpus: list[str], tmp_path: P
     await built(corpus, tmp_path / "store", Countable())
     with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
         await built(corpus, tmp_path / "store", Countable("f2"))
-    with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
-        Datastore.open(tmp_path / "store", fingerprint="f2", model="other")
     with pytest.raises(ConfigurationError, match="another corpus"):
         await built(corpus[:9], tmp_path / "store", Countable())
 
@@ -100,25 +97,30 @@ async def test_one_build_at_a_time(corpus: list[str], tmp_path: Path) -> None:
     assert (await built(corpus, tmp_path / "store", Countable())).complete
 
 
-async def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no datastore"):
-        Datastore.open(tmp_path, fingerprint="f", model="m")
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="of this version"):
-        Datastore.open(tmp_path, fingerprint="f", model="m")
-    DatastoreManifest("m", "f", "c", WIDTH, 1, 100, True, format=9).write(tmp_path)
-    with pytest.raises(ConfigurationError, match="format 9"):
-        Datastore.open(tmp_path, fingerprint="f", model="m")
-    DatastoreManifest("m", "f", "c", WIDTH, 1, 100, True).write(tmp_path)
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (None, "holds no datastore"),
+        ({}, "of this version"),
+        ({"format": 9}, "format 9"),
+        ({"entries": 100}, "damaged"),
+        ({"complete": False}, "incomplete"),
+        ({"fingerprint": "other"}, "hidden states mean nothing"),
+    ],
+)
+async def test_what_is_no_whole_datastore_of_this_model_is_refused(
+    corpus: list[str], tmp_path: Path, manifest: dict[str, Any] | None, message: str
+) -> None:
+    written = await built(corpus, tmp_path, Countable())
+    (tmp_path / "manifest.json").unlink()
     (tmp_path / "keys.f16").write_bytes(b"short")
-    (tmp_path / "values.i32").write_bytes(b"short")
-    with pytest.raises(ConfigurationError, match="damaged"):
-        Datastore.open(tmp_path, fingerprint="f", model="m")
-
-
-async def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="two tokens"):
-        await built(["x"], tmp_path / "store", Countable())
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(json.dumps(asdict(written) | manifest if manifest else {}))
+    with pytest.raises(ConfigurationError, match=message):
+        Datastore.open(tmp_path, fingerprint="f1", model="m")
+    if message == "holds no datastore":
+        with pytest.raises(ConfigurationError, match="two tokens"):
+            await built(["x"], tmp_path, Countable())
 
 
 @pytest.mark.long

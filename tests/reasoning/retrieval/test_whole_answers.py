@@ -220,25 +220,20 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "ox"}}\n</tool_call>
         ("a schema", 'hm</think>\n\n{"word": "ox"}', "hm", '{"word": "ox"}', 0),
         ("penalties", "hm</think>\n\nAn ox.", "hm", "An ox.", 0),
         ("nothing", "hm</think>\n\nAn ox.", "hm", "An ox.", 0),
+        ("switched off", "An ox. </think>", "", "An ox. </think>", 0),
     ],
 )
 async def test_thoughts_are_no_part_of_the_answer(
     thinking: Any, rule: str, script: str, thoughts: str, text: str, calls: int
 ) -> None:
     thinking.script, strategy = thinking.encode(script), reader(thinking)
-    request = asking(rule)
+    request = asking(rule, template_arguments={"enable_thinking": rule != "switched off"})
     request = replace(request, sampling=replace(request.sampling, max_tokens=200))
     deltas = [delta async for delta in strategy.generate(request)]
     assert "".join(delta.extra.get("reasoning_content", "") for delta in deltas) == thoughts
     assert "".join(delta.text for delta in deltas) == text
     named = [call for delta in deltas for call in delta.extra.get("tool_calls", ()) if call["function"].get("name")]
     assert len(named) == calls and deltas[-1].finish_reason == ("tool_calls" if calls else "stop")
-
-
-async def test_thinking_is_switched_off_where_the_template_can(thinking: Any) -> None:
-    thinking.script = thinking.encode("An ox. </think>")
-    request = asking("a call if it wants", template_arguments={"enable_thinking": False})
-    assert "".join([delta.text async for delta in reader(thinking).generate(request)]) == "An ox. </think>"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -249,10 +244,3 @@ async def test_endpoints_cannot_keep_the_rules(rule: str) -> None:
     model = FakeBackend(capabilities=Capabilities(token_ids=True))
     with pytest.raises(InvalidRequestError, match="unless the model is a local one"):
         await said(reader(model).generate(asking(rule)))
-
-
-async def test_fields_that_are_not_read_here_are_refused(backend: Any) -> None:
-    request = replace(asking("penalties"), extra={"functions": [{"name": "look"}]})
-    with pytest.raises(InvalidRequestError) as caught:
-        await said(reader(backend).generate(request))
-    assert caught.value.param == "functions"

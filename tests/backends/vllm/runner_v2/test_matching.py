@@ -52,27 +52,3 @@ def test_drafts_are_those_of_the_search(requests: list[tuple[list[int], list[lis
     found, _ = draft(own, lengths, passages, OVERLAP, tokens)
     assert found.dtype == torch.int64
     assert found.tolist() == [drafted_by_search(text, rows, tokens) for text, rows in requests]
-
-
-def one(text: list[int], *passages: list[int]) -> list[int]:
-    rows = [row + [-1] * (WIDTH - len(row)) for row in passages] or [[-1] * WIDTH]
-    return draft(torch.tensor([text]), torch.tensor([len(text)]), torch.tensor([rows]), OVERLAP, 3)[0].tolist()[0]
-
-
-def test_a_passage_is_followed_from_where_the_output_has_got_to() -> None:
-    assert one([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]) == [5, 6, 7]
-    assert one([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]) == [6, 7, 5], "after its end the last token stands"
-
-
-def test_after_a_difference_the_place_is_found_again() -> None:
-    assert one([1, 2, 3, 9, 5], [1, 2, 3, 4, 5, 6, 7]) == [6, 7, 5]
-
-
-def test_the_longer_match_wins_and_of_equals_the_earlier_passage() -> None:
-    assert one([2, 3, 8, 1, 2, 3], [0, 0, 3, 5, 5, 5]) == [8, 1, 2], "own text matches two tokens"
-    assert one([0, 0, 3], [0, 0, 3, 5, 5, 5], [0, 0, 3, 6, 6, 6]) == [5, 5, 5]
-
-
-def test_a_repetition_in_own_text_goes_on() -> None:
-    assert one([4, 5, 4, 5]) == [4, 5, 4]
-    assert one([4, 6]) == [6, 6, 6]
