@@ -16,8 +16,8 @@ class EngineSample:
 
     `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots,
     `draft_failures` the answers that went on without drafts because their drafter failed, `substituted` the tokens that
-    a lossy rule accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched",
-    "used" and "cancelled", and the "tokens" computed for them.
+    a lossy rule accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched"
+    and "used", and the "tokens" computed for them.
     """
 
     backend: str
@@ -74,7 +74,7 @@ class IndexFigures:
     erasure_pending: bool
 
 
-_PREFILL_OUTCOMES = ("launched", "used", "cancelled")
+_PREFILL_OUTCOMES = ("launched", "used")
 
 
 @dataclass(frozen=True, slots=True)

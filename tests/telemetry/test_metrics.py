@@ -44,7 +44,7 @@ def test_engines_count_by_source() -> None:
         accepted={"session": 3},
         forwards={1: 2, 4: 3},
         rows=640,
-        prefills={"launched": 7, "used": 4, "cancelled": 2, "tokens": 900},
+        prefills={"launched": 7, "used": 4, "tokens": 900},
     )
     text = Metrics(version="1", backends=lambda: [sample]).render().decode()
     assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text

@@ -42,12 +42,17 @@ def on_own_thread(function: Callable[[], T]) -> T:
 class Worker(Protocol):
     """An object that computes in turns. `turn` must not raise and must not wait.
 
-    `fail` tells it, in the computing thread, that its device failed: it has to fail its work and leave the thread.
+    `fail` says, in the computing thread, that the device failed: the worker has to fail its work and leave the thread.
     """
 
     @property
     def ready(self) -> bool:
         """Whether the worker has something to compute."""
+        ...
+
+    @property
+    def spare(self) -> bool:
+        """Whether the worker has something to compute while all others rest."""
         ...
 
     def turn(self) -> None: ...
@@ -58,15 +63,14 @@ class Worker(Protocol):
 class ComputeThread:
     """One thread that gives its workers a turn each, and ends once it has no workers.
 
-    Engines with a thread each would slow each other down (see `on_own_thread`). An idle worker gets one turn at a time,
-    and only while no other worker has been ready for `QUIET_SECONDS`.
+    Engines with a thread each would slow each other down (see `on_own_thread`). Spare work gets one turn at a time, and
+    only while no worker has been ready for `QUIET_SECONDS`.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._workers: list[Worker] = []
-        self._idle: list[Worker] = []
-        self._busy = False  # whether a worker had the last turn
+        self._busy = False  # whether a worker that was ready had the last turn
         self._worked = 0.0  # when the last of these turns ended, by `perf_counter`
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -79,16 +83,10 @@ class ComputeThread:
                 self._thread.start()
             self._changed.notify()
 
-    def add_idle(self, worker: Worker) -> None:
-        """Let `worker` compute while all others rest. It does not keep the thread running."""
-        with self._changed:
-            self._idle.append(worker)
-            self._changed.notify()
-
     def remove(self, worker: Worker) -> None:
-        """Give `worker` no more turns. The thread ends when the last worker is removed that is not an idle one."""
+        """Give `worker` no more turns. The thread ends when the last worker is removed."""
         with self._changed:
-            (self._idle if worker in self._idle else self._workers).remove(worker)
+            self._workers.remove(worker)
             self._changed.notify()
 
     def wake(self) -> None:
@@ -123,11 +121,11 @@ class ComputeThread:
                     return ready
                 if self._busy:
                     self._busy, self._worked = False, perf_counter()
-                idle = next((worker for worker in self._idle if worker.ready), None)
+                spare = next((worker for worker in self._workers if worker.spare), None)
                 left = self._worked + QUIET_SECONDS - perf_counter()
-                if idle is not None and left <= 0:
-                    return [idle]
-                self._changed.wait(None if idle is None else left)
+                if spare is not None and left <= 0:
+                    return [spare]
+                self._changed.wait(None if spare is None else left)
             self._thread = None
             return []
 
@@ -178,6 +176,8 @@ class Tasks:
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+
+    spare = False
 
     @property
     def ready(self) -> bool:

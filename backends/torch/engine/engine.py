@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.cache_session import CacheSession
@@ -22,10 +22,7 @@ from agentspec.cache.deletion import Reach
 from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.types import Delta
-
-if TYPE_CHECKING:
-    from agentspec.backends.torch.engine.prefill import PrefillReader
+from agentspec.types import Delta, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +51,6 @@ class Engine:
         self._open_session = open_session
         self.failure: EngineStoppedError | None = None
         self._ended = threading.Event()
-        self._prefills: PrefillReader | None = None
-        self._lock = threading.Lock()
         self._thread = compute_thread(context.target.device)
         self._thread.add(self)
 
@@ -63,43 +58,27 @@ class Engine:
         """Queue a request. Raises the errors of `Scheduler.add`, and `EngineStoppedError` once the device failed."""
         self.require_running()
         self.scheduler.add(request)
-        if self._prefills is not None:
-            self._prefills.queue.arrived(request.tenant, request.prompt)
         self._thread.wake()
 
-    def reads_ahead(self) -> PrefillReader:
-        """What reads expected prompts while there is nothing else to do; made by the first call, from any thread."""
-        from agentspec.backends.torch.engine.prefill import PrefillReader
-
-        with self._lock:
-            if self._prefills is None:
-                self._prefills = PrefillReader(self.context, self.scheduler, self.device_failed)
-                if not self.scheduler.closed:
-                    self._thread.add_idle(self._prefills)
-            return self._prefills
-
-    def prefill(self, tenant: str, tokens: list[int], deletions: int | None = None) -> bool:
-        """Read `tokens`, which begin a prompt that is expected, into slots that its request will find, while there is
-        nothing else to do on the device. False if such slots are not kept, or if something was deleted since the queue
-        counted `deletions`. Any thread may call this.
+    def read_ahead(self, request: GenerateRequest, tokens: list[int], deletions: int) -> None:
+        """Read `tokens`, which begin the prompt that is expected after `request`, into slots that it will find, while
+        there is nothing else to do on the device. Any thread may call this: see `Scheduler.expect`.
         """
-        reader = self.reads_ahead()
-        wanted = self.failure is None and reader.takes(tokens)
-        if not wanted or not reader.queue.add(tenant, tokens, deletions):
-            return False
-        self._thread.wake()
-        return True
+        original = GenerateRequest(
+            request.model, token_ids=tokens, tenant=request.tenant, labels=request.labels, speculation=False
+        )
+        guess = EngineRequest(original, tokens, 1, frozenset(), None, deliver=lambda item: None, guess=True)
+        if self.scheduler.expect(guess, deletions):
+            self._thread.wake()
 
     def forget(self, reach: Reach) -> None:
         """Reuse nothing any more of what a deletion covers: neither KV slots nor what is read ahead.
 
         The memory is freed before the next step. Any thread may call this.
         """
-        # First what is open is marked, then what is kept is to be looked through before the next step: what ends in
-        # between is either marked or kept by then.
+        # First what is open is marked, then what is stored is to be looked through before the next step: what ends in
+        # between is either marked or stored by then.
         self.scheduler.mark_forgotten(reach)
-        if self._prefills is not None:
-            self._prefills.queue.forget(reach)
         self.scheduler.prefix_cache.forget(reach)
         self._thread.wake()
 
@@ -112,8 +91,8 @@ class Engine:
         """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
         call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
         """
-        self._pause_prefills()
         scheduler = self.scheduler
+        scheduler.pause_guess()
         give_back = scheduler.kv_budget.lend(slots, scheduler.active)
         scheduler.prefix_cache.shrink(scheduler.kv_budget.idle_bytes(scheduler.active))
 
@@ -137,9 +116,11 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        scheduler, prefills = self.scheduler, self._prefills
-        pauses = prefills is not None and prefills.reading and not scheduler.idle  # and gives back what it was lent
-        return scheduler.closed or scheduler.has_work or scheduler.prefix_cache.forgets or pauses
+        return self.scheduler.closed or self.scheduler.has_work or self.scheduler.prefix_cache.forgets
+
+    @property
+    def spare(self) -> bool:
+        return self.scheduler.has_guess
 
     def turn(self) -> None:
         """Run one step. Only the computing thread may call this."""
@@ -149,11 +130,8 @@ class Engine:
             if self.scheduler.closed:
                 self._end(ShuttingDownError("the engine was shut down"))
                 return
-            if self.scheduler.prefix_cache.forgets:
-                self._pause_prefills()
-                self.scheduler.prefix_cache.shrink(None)
-            if not self.scheduler.idle:
-                self._step()
+            self.scheduler.prefix_cache.shrink(None)  # frees the memory of what was deleted
+            self._step()
         except BaseException as error:
             if isinstance(error, Exception) and not is_device_error(error):
                 self._recover(error)
@@ -177,7 +155,6 @@ class Engine:
             self._end(self.failure)
 
     def _step(self) -> None:
-        self._pause_prefills()
         self.scheduler.remove_cancelled()
         scheduled = self.scheduler.schedule(self._start)
         for sequence, outcome in run_step(scheduled, self.context):
@@ -189,10 +166,6 @@ class Engine:
                 if is_device_error(error):
                     raise
 
-    def _pause_prefills(self) -> None:
-        if self._prefills is not None:
-            self._prefills.pause()
-
     def _recover(self, error: Exception) -> None:
         """Go on after a step that failed as a whole: fail the answers that took part in it."""
         self.context.free_memory()
@@ -203,7 +176,7 @@ class Engine:
         """Open a sequence for an admitted request; on failure, deliver the error to the request and return None."""
         session: CacheSession | None = None
         try:
-            session = self._open_session(request)
+            session = CacheSession(None) if request.guess else self._open_session(request)
             return Sequence(request, self.context, self.scheduler.allocate(request), session)
         except Exception as error:
             if is_device_error(error):
@@ -223,14 +196,14 @@ class Engine:
             return
         if outcome is not None and sequence.request.shares_prompt:
             self.scheduler.share_prompt(sequence)
-        if sequence.finish is not None:
+        if sequence.finished:
             self.scheduler.remove(sequence, clean=True)
         if outcome is not None:
             sequence.request.deliver(outcome)
 
     def _fail(self, request: EngineRequest, error: Exception) -> None:
         self.scheduler.forget(request)
-        self.context.counters.failed += 1
+        self.context.counters.failed += not request.guess
         if not isinstance(error, AgentSpecError):
             logger.error("a request failed: %s", error_location(error))
             reason = ""
@@ -244,10 +217,6 @@ class Engine:
     def _end(self, error: AgentSpecError) -> None:
         try:
             unfinished = self.scheduler.clear()
-            with self._lock:
-                if self._prefills is not None:
-                    self._prefills.fail(error)
-                    self._thread.remove(self._prefills)
             self._thread.remove(self)
             for request in unfinished:
                 request.deliver(error)

@@ -73,6 +73,13 @@ class PrefixCache:
         self._touch(node for node, _ in path)
         return sum(length for _, length in path)
 
+    def claim(self, tenant: str, tokens: Sequence[int]) -> bool:
+        """Whether slots of a prefix of `tokens` were read ahead. From now on they count as those of a request."""
+        guessed = [node for node, _ in self._match(tenant, np.asarray(tokens, dtype=np.int64)) if node.guessed]
+        for node in guessed:
+            node.guessed = False
+        return bool(guessed)
+
     def find(
         self, tenant: str, tokens: Sequence[int], capacity: int, left_bytes: int | None = None
     ) -> SequenceCache | None:

@@ -6,16 +6,17 @@ import logging
 import threading
 import time
 from bisect import insort_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from traceback import clear_frames
-from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine.kv_budget import budget_of, release
-from agentspec.backends.torch.engine.prefix_cache import PrefixCache
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
@@ -23,10 +24,15 @@ from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.cache.deletion import Reach
 from agentspec.errors import ShuttingDownError
+from agentspec.speculation.governor import CHUNKS
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
+
+GUESS_SECONDS = 0.05  # what comes while an expected prompt is read waits no longer, if a smaller chunk is that fast
+MOST_EXPECTED = 32
+BOUNDARY = 2  # tokens at the end of an expected prompt that the text behind may change
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +78,8 @@ class ScheduledSequence:
 def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[ScheduledSequence]:
     """The sequences that decode first, then prompt chunks in order, within the step's token budget."""
     ready = list(active)
+    if ready and ready[0].request.guess:
+        return [_guess_step(ready[0], context)]
     scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
     targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
     budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
@@ -84,6 +92,13 @@ def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[Schedu
     return scheduled
 
 
+def _guess_step(sequence: Sequence, context: EngineContext) -> ScheduledSequence:
+    """The largest chunk that is brief enough for what may come meanwhile. A guess is read alone, without a draw."""
+    past, seconds = sequence.kv_cache.length, context.governor.cost.seconds
+    size = next((size for size in CHUNKS if seconds(size, past) <= GUESS_SECONDS), CHUNKS[-1])
+    return ScheduledSequence(sequence, min(size, sequence.num_uncomputed), draws=False)
+
+
 def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
     """The number of committed KV slots that the tokens of a step attend to."""
     return sum(each.sequence.kv_cache.length for each in scheduled)
@@ -94,8 +109,10 @@ class Scheduler:
 
     At most `max_active` sequences are computed. Of the requests that wait, the ones with a lower priority number go
     first, and among equals those that came first; the first one begins once all slots that it may need are free, so
-    that what runs always ends. Without `keeps_prefixes` no slots are stored from one request to the next.
-    Any thread may call `add` and `cancel` and read the counts; all else belongs to the computing thread.
+    that what runs always ends. While nothing runs or waits, one of the prompts that are expected is read; it pauses for
+    any other work. Without `keeps_prefixes` no slots are stored from one request to the next.
+    Any thread may call `add`, `expect`, `cancel` and `mark_forgotten` and read the counts; all else belongs to the
+    computing thread.
     """
 
     def __init__(self, context: EngineContext, settings: TorchSettings, *, keeps_prefixes: bool = True) -> None:
@@ -108,6 +125,8 @@ class Scheduler:
         self._context = context
         self._max_active, self._keeps_prefixes = settings.max_active, keeps_prefixes
         self._waiting: list[EngineRequest] = []  # the next one first
+        self._expected: list[EngineRequest] = []  # guesses, likewise
+        self.deletions = 0  # calls of `mark_forgotten`
         self._unfinished: set[EngineRequest] = set()
         self._lock = threading.RLock()
 
@@ -119,7 +138,17 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step has something to do. While the next request needs slots that are lent, it has not."""
         with self._lock:
-            return bool(self.active) or (bool(self._waiting) and self._has_room(self._waiting[0]))
+            if self.active and not self.active[0].request.guess:
+                return True
+            return bool(self._waiting) and (bool(self.active) or self._has_room(self._waiting[0]))
+
+    @property
+    def has_guess(self) -> bool:
+        """Whether an expected prompt can be read now."""
+        with self._lock:
+            return not self._waiting and (
+                bool(self.active) or (bool(self._expected) and self._has_room(self._expected[0]))
+            )
 
     @property
     def idle(self) -> bool:
@@ -142,6 +171,25 @@ class Scheduler:
             self._unfinished.add(request)
             insort_right(self._waiting, request, key=lambda one: one.original.priority)
             self._context.counters.requests += 1
+            self._expected = [guess for guess in self._expected if not _begins(guess, request)]
+
+    def expect(self, guess: EngineRequest, deletions: int) -> bool:
+        """Queue a prompt to be read in idle time. False if its slots could not be stored, or no request could go on
+        behind it, or if something was deleted since there were `deletions`. Of more than `MOST_EXPECTED` the oldest
+        goes of the tenant that has most.
+        """
+        fits = SHORTEST <= len(guess.prompt) < self._context.target.context_length
+        if not (fits and self._keeps_prefixes and self.kv_budget.needed(guess) <= self.kv_budget.limit):
+            return False
+        with self._lock:
+            if self.closed or deletions != self.deletions:
+                return False
+            self._expected.append(guess)
+            if len(self._expected) > MOST_EXPECTED:
+                queued = Counter(one.tenant for one in self._expected)
+                most = max(queued.values())
+                self._expected.remove(next(one for one in self._expected if queued[one.tenant] == most))
+            return True
 
     def cancel(self, request: EngineRequest) -> bool:
         """Give a request's place in the queue to others now. Its work ends, and its KV slots are free, before the next
@@ -161,6 +209,8 @@ class Scheduler:
         """Admit the requests that fit, and plan the next step. `start` opens the sequence of a request, with KV slots
         from `allocate`; it returns None if that failed.
         """
+        if self._waiting:
+            self.pause_guess()
         while (request := self._next()) is not None:
             if (sequence := start(request)) is not None:
                 self.active.append(sequence)
@@ -170,8 +220,24 @@ class Scheduler:
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a slot and memory for it; else None."""
         with self._lock:
-            ready = self._waiting and self._has_room(self._waiting[0])
-            return self._waiting.pop(0) if ready else None
+            if self._waiting:
+                return self._waiting.pop(0) if self._has_room(self._waiting[0]) else None
+            while self._expected and not self.active and self._has_room(self._expected[0]):
+                guess = self._expected.pop(0)
+                known = self.prefix_cache.known(guess.tenant, np.asarray(guess.prompt, dtype=np.int64))
+                if len(guess.prompt) - known >= SHORTEST:
+                    self._unfinished.add(guess)
+                    return guess
+            return None
+
+    def pause_guess(self) -> None:
+        """Make room for other work: what was read of an expected prompt is stored, and the rest is read later."""
+        for sequence in [one for one in self.active if one.request.guess]:
+            deletions = self.deletions
+            self.remove(sequence, clean=True)
+            with self._lock:
+                if deletions == self.deletions and not sequence.request.forgotten:
+                    self._expected.insert(0, sequence.request)
 
     def _has_room(self, request: EngineRequest) -> bool:
         slots = self.kv_budget.needed(request)
@@ -183,8 +249,11 @@ class Scheduler:
         """
         capacity = self.kv_budget.needed(request)
         found = self.reusable(request.tenant, request.prompt[:-1], capacity, reserved_slots=capacity)
-        if found is not None:
-            self._context.counters.reused_tokens += found.length
+        if found is not None and not request.guess:
+            counters = self._context.counters
+            counters.reused_tokens += found.length
+            if counters.prefills["launched"]:
+                counters.prefills["used"] += self.prefix_cache.claim(request.tenant, request.prompt)
         return found or self._context.target.new_cache(capacity)
 
     def reusable(self, tenant: str, tokens: list[int], capacity: int, reserved_slots: int = 0) -> SequenceCache | None:
@@ -209,6 +278,10 @@ class Scheduler:
         if sequence in self.active:
             self.active.remove(sequence)
         self.forget(sequence.request)
+        if sequence.request.guess:
+            prefills = self._context.counters.prefills
+            prefills["launched"] += sequence.finished
+            prefills["tokens"] += sequence.kv_cache.length - sequence.reused
         try:
             sequence.close(clean=clean)
         except Exception as error:
@@ -243,9 +316,12 @@ class Scheduler:
     def mark_forgotten(self, reach: Reach) -> None:
         """Keep nothing of the open requests that a deletion covers. Any thread may call this."""
         with self._lock:
+            self.deletions += 1
+            self._expected = [guess for guess in self._expected if not reach.concerns(guess.tenant)]
             for request in self._unfinished:
-                covered = reach.covers(request.tenant, request.original.labels.session, time.time())
-                request.forgotten = request.forgotten or covered
+                session = request.original.labels.session
+                covered = reach.covers(request.tenant, session, time.time())  # a guess may derive from any text
+                request.forgotten |= covered or (request.guess and reach.concerns(request.tenant))
 
     def share_prompt(self, sequence: Sequence) -> None:
         """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""
@@ -257,26 +333,20 @@ class Scheduler:
         first tokens.
         """
         cache, request = sequence.kv_cache, sequence.request
-        if request.original.store and not request.forgotten:
-            tokens = sequence.tokens[: cache.length if length is None else length]
-            self.keep(request.tenant, tokens, cache, copy=length is not None, session=request.original.labels.session)
-
-    def keep(self, tenant: str, tokens: list[int], cache: SequenceCache, **how: Any) -> None:
-        """Move the slots of `tokens` from `cache` into the prefix cache, or copy them: see `PrefixCache.keep`."""
-        if not self._keeps_prefixes:
+        if not self._keeps_prefixes or not request.original.store or request.forgotten:
             return
+        tokens = sequence.tokens[: cache.length if length is None else length]
+        left = self.kv_budget.idle_bytes(self.active)
+        session, copy = request.original.labels.session, length is not None
         try:
-            left, how = self.kv_budget.idle_bytes(self.active), {"copy": False, **how}
-            self.prefix_cache.keep(tenant, tokens, cache, left, **how)
+            self.prefix_cache.keep(
+                request.tenant, tokens, cache, left, copy=copy, session=session, guessed=request.guess
+            )
         except Exception as error:  # no memory for the copy: the answer itself is not affected
             if is_device_error(error):
                 raise
-            logger.warning("the rows of an answer are not kept for the next call: %s", error_location(error))
+            logger.warning("the slots of an answer are not stored for the next call: %s", error_location(error))
             self.prefix_cache.clear()
-
-    def keeps(self, tokens: int) -> bool:
-        """Whether the slots of so many tokens could be kept if no others were."""
-        return self._keeps_prefixes and self.kv_budget.fits(tokens, [])
 
     def _allocated(self) -> int:
         """Bytes of KV slots in use, as far as another thread can tell."""
@@ -288,9 +358,16 @@ class Scheduler:
             self.closed = True
             unfinished = [request for request in self._unfinished if not request.cancelled]
             self._waiting.clear()
+            self._expected.clear()
             self._unfinished.clear()
         for sequence in [*self.active]:
             self.remove(sequence, clean=False)
         self.prefix_cache.clear()
         release(self.kv_budget)
         return unfinished
+
+
+def _begins(guess: EngineRequest, request: EngineRequest) -> bool:
+    """Whether the request is the one that was expected. The text behind may have changed the last tokens."""
+    end = len(guess.prompt) - BOUNDARY
+    return guess.tenant == request.tenant and guess.prompt[:end] == request.prompt[:end]

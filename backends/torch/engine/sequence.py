@@ -57,6 +57,8 @@ class EngineRequest:
     """Whether a deletion came while it was open: nothing of it is kept."""
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
+    guess: bool = False
+    """Whether the prompt is only read, for a request that is expected to begin like it."""
     answered: int = 0
     """How many tokens at the end of `prompt` belong to the answer already."""
 
@@ -179,7 +181,7 @@ class Sequence:
         self._latency = None if target_ms is None else LatencyGoal(target_ms / 1000.0)
         self._context = context
         self._session = session
-        self._reused = kv_cache.length
+        self.reused = kv_cache.length
         target = context.target
         asked = len(request.prompt) - request.answered
         self.sampler = Sampler(
@@ -212,6 +214,11 @@ class Sequence:
     def finish(self) -> FinishReason | None:
         """Why the answer has ended; None while it goes on."""
         return self._answer.finish
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to compute: the answer has ended, or a guess is read."""
+        return self.finish is not None or (self.request.guess and self.num_uncomputed == 0)
 
     @property
     def seed(self) -> int:
@@ -331,7 +338,7 @@ class Sequence:
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=self._answer.num_tokens,
-            cached_tokens=self._reused,
+            cached_tokens=self.reused,
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,
         )

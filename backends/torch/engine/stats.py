@@ -22,7 +22,7 @@ class Counters:
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `drafted` and `accepted` count tokens by their `Source`, `draft_failures` answers whose drafter failed, and
     `substituted` drafted tokens that a lossy rule accepted in place of the model's own. `prefills` counts prompts read
-    ahead that were launched, used and cancelled, and the tokens computed for them.
+    ahead (launched), those that a request used, and the tokens computed for them.
     """
 
     requests: int = 0
@@ -37,7 +37,7 @@ class Counters:
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
     substituted: int = 0
-    prefills: Counter[str] = field(default_factory=lambda: Counter(launched=0, used=0, cancelled=0, tokens=0))
+    prefills: Counter[str] = field(default_factory=lambda: Counter(launched=0, used=0, tokens=0))
 
 
 @dataclass(slots=True, kw_only=True)

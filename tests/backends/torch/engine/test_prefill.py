@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import prefill
-from agentspec.backends.torch.engine.prefill import JOB_SECONDS, MOST_JOBS, PrefillQueue, known_prompt
+from agentspec.backends.torch.engine.prefill import known_prompt
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache import SuffixCache
 from agentspec.errors import InvalidRequestError
@@ -213,41 +212,3 @@ def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
             await backend.aclose()
 
     assert asyncio.run(later())
-
-
-# The queue of what is expected.
-
-TOKENS = list(range(40))
-
-
-def queue_of() -> tuple[PrefillQueue, list[float]]:
-    now = [0.0]
-    return PrefillQueue(Counter(), lambda: now[0]), now
-
-
-@pytest.mark.parametrize("prompt", [[*TOKENS, 7], [*TOKENS[:38], 99, 98]])
-def test_the_expected_prompt_ends_the_job_whatever_the_last_tokens_became(prompt: list[int]) -> None:
-    queue, _ = queue_of()
-    queue.add("a", TOKENS)
-    for tenant, tokens, left in (("b", prompt, 1), ("a", TOKENS[:30], 1), ("a", prompt, 0)):
-        queue.arrived(tenant, tokens)
-        assert len(queue.jobs) == left
-
-
-def test_jobs_that_no_prompt_came_for_end() -> None:
-    queue, now = queue_of()
-    for read, cancelled in ((0, 0), (4, 1)):
-        queue.add("a", TOKENS)
-        if read:
-            queue.computed(queue.jobs[0], read)
-        now[0] += JOB_SECONDS
-        assert queue.due() is None and len(queue.jobs) == 0 and queue.counts["cancelled"] == cancelled
-
-
-def test_a_tenant_that_expects_much_takes_nothing_from_another() -> None:
-    queue, _ = queue_of()
-    queue.add("b", TOKENS)
-    for n in range(2 * MOST_JOBS):
-        queue.add("a", [n, *TOKENS])
-    due = queue.due()
-    assert len(queue.jobs) == MOST_JOBS and due is not None and due.tenant == "b"

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine import kv_budget
 from agentspec.backends.torch.engine.kv_budget import DEFAULT_BYTES, KVBudget, available, budget_of, promise, release
-from agentspec.backends.torch.engine.scheduler import Scheduler
+from agentspec.backends.torch.engine.scheduler import MOST_EXPECTED, Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
+from agentspec.cache.deletion import Reach, select
 from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError, ShuttingDownError
 from agentspec.speculation.governor import CHUNKS
-from agentspec.types import GenerateRequest, SamplingParams
+from agentspec.types import GenerateRequest, Namespace, SamplingParams
 
 PROMPT = list(range(20, 40))
 SLOT_BYTES = 256  # of the tiny model
@@ -40,8 +42,8 @@ def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
 def opened(lab: Any, scripted_session: Any) -> Callable[[EngineRequest], EngineSequence]:
     context = EngineContext(lab.target, lab.tokenizer)
 
-    def open_sequence(request: EngineRequest) -> EngineSequence:
-        cache = lab.target.new_cache(len(request.prompt) + request.max_tokens + kv_budget.ROOM)
+    def open_sequence(request: EngineRequest, cache: Any = None) -> EngineSequence:
+        cache = cache or lab.target.new_cache(len(request.prompt) + request.max_tokens + kv_budget.ROOM)
         return EngineSequence(request, context, cache, scripted_session(request.prompt))
 
     return open_sequence
@@ -108,6 +110,82 @@ def test_a_request_that_needs_lent_slots_is_no_work_until_they_are_back(schedule
     give_back()
     give_back()
     assert scheduler.has_work and scheduler.schedule(opened) and scheduler.kv_budget.lent == 0
+
+
+def guess_of(tokens: list[int], tenant: str = "a") -> EngineRequest:
+    guess = request_of(tokens, tenant=tenant)
+    guess.guess = True
+    return guess
+
+
+def read(lab: Any, scheduler: Scheduler, opened: Any) -> list[int]:
+    """Read one chunk of what is expected; its tokens."""
+    (each,) = scheduler.schedule(opened)
+    item = each.batch_item
+    lab.target.forward_batch([item])
+    each.sequence.commit_chunk(each.num_tokens)
+    if each.sequence.finished:
+        scheduler.remove(each.sequence, clean=True)
+    return list(item.tokens)
+
+
+@torch.inference_mode()
+def test_an_expected_prompt_is_read_in_idle_time_and_found(lab: Any, scheduler_of: Any, opened: Any) -> None:
+    """It pauses for a request, goes on where it stood, and ends where the request that was expected comes."""
+    scheduler, known = scheduler_of(), [n * 3 % 200 for n in range(500)]
+    assert scheduler.expect(guess_of(known[:400]), 0) and not scheduler.has_work and scheduler.has_guess
+    chunk = len(read(lab, scheduler, opened))
+    assert chunk in CHUNKS and not scheduler.has_work and not scheduler.idle
+    scheduler.add(request_of())
+    assert scheduler.has_work and not scheduler.has_guess
+    (running,) = scheduler.schedule(opened)
+    assert running.sequence.request.prompt == PROMPT
+    scheduler.remove(running.sequence, clean=False)
+    assert scheduler.prefix_cache.known("a", np.asarray(known)) == chunk
+    while scheduler.has_guess:
+        read(lab, scheduler, lambda request: opened(request, scheduler.allocate(request)))
+    prefills = scheduler._context.counters.prefills
+    assert (prefills["launched"], prefills["tokens"]) == (1, 400)
+    for tenant, used in (("b", 0), ("a", 1), ("a", 1)):
+        found = scheduler.allocate(request_of([*known[:398], 1, 2, 3], tenant=tenant))
+        assert (found.length, prefills["used"]) == (398 if used else 0, used)
+    assert scheduler.expect(guess_of(known), 0)
+    scheduler.add(request_of([*known[:498], 9], tenant="a"))
+    scheduler.clear()
+    assert not scheduler.has_guess and scheduler.prefix_cache.nbytes == 0
+
+
+@pytest.mark.parametrize("reading", [False, True])
+@torch.inference_mode()
+def test_what_is_expected_is_forgotten_with_its_tenants_text(
+    lab: Any, scheduler_of: Any, opened: Any, reading: bool
+) -> None:
+    scheduler = scheduler_of()
+    gone = Reach(select(session="s").scope, lambda tenant: Namespace(tenant, "model"))
+    assert scheduler.expect(guess_of([*range(200)] * 2), 0)
+    if reading:
+        read(lab, scheduler, opened)
+    scheduler.mark_forgotten(gone)
+    scheduler.prefix_cache.forget(gone)
+    scheduler.pause_guess()
+    assert (
+        not scheduler.has_guess and not scheduler.expect(guess_of(PROMPT), 0) and scheduler.expect(guess_of(PROMPT), 1)
+    )
+    scheduler.prefix_cache.shrink(None)
+    assert scheduler.prefix_cache.nbytes == 0 and scheduler.kv_slots == 0
+
+
+def test_a_tenant_that_expects_much_takes_nothing_from_another(scheduler_of: Any, opened: Any) -> None:
+    scheduler = scheduler_of()
+    for n in range(2 * MOST_EXPECTED):
+        assert scheduler.expect(guess_of([n, *PROMPT]), 0)
+        assert n or scheduler.expect(guess_of(PROMPT, "b"), 0)
+    served = set()
+    for _ in range(MOST_EXPECTED):
+        (each,) = scheduler.schedule(opened)
+        served.add(each.sequence.request.tenant)
+        scheduler.remove(each.sequence, clean=False)
+    assert served == {"a", "b"} and scheduler.idle and not scheduler.has_guess
 
 
 @pytest.fixture
