@@ -104,12 +104,10 @@ class Slots:
             self._loop.call_soon_threadsafe(self._refuse_waiting)
 
     def samples(self) -> Iterator[TenantSample]:
-        """The counts of each tenant that was seen or configured."""
         for name, one in list(self._tenants.items()):
             yield TenantSample(name, one.running, len(one.waiting), one.refused)
 
     async def _wait(self, tenant: _TenantQueue, patience: float) -> None:
-        """Wait for a slot, and take it."""
         settings, self._loop = self._settings, asyncio.get_running_loop()
         if settings.queue_timeout <= 0 or len(tenant.waiting) >= MAX_QUEUED:
             raise self._refusal(tenant, f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else self._full(tenant))
@@ -140,7 +138,6 @@ class Slots:
         self.running += 1
 
     def give_back(self, tenant: _TenantQueue) -> None:
-        """What `Slot.release` calls."""
         tenant.running -= 1
         self.running -= 1
         self._admit_waiting()
@@ -171,8 +168,6 @@ def _closed() -> ShuttingDownError:
 
 
 class Deadlines:
-    """The deadlines of the running requests."""
-
     def __init__(self) -> None:
         self._running: WeakSet[Deadline] = WeakSet()
 

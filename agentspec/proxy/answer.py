@@ -88,7 +88,6 @@ class RequestAnswer:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the request; empty before the check of its key."""
         return self.key.tenant if self.key else ""
 
     @property
@@ -115,12 +114,10 @@ class RequestAnswer:
             self.first_token = self.seconds
 
     def count(self, delta: Delta) -> None:
-        """Record the counts that a delta carries."""
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
 
     def add(self, delta: Delta) -> None:
-        """Count a delta of the answer itself."""
         if delta.text or delta.token_ids or delta.extra:
             self.arrive(len(delta.token_ids) or 1)
         self.count(delta)

@@ -89,7 +89,6 @@ def _most_at_once(settings: Settings) -> int:
 
 
 def _generating(settings: Settings, services: Services) -> Iterator[RecordedRoute]:
-    """The routes that use models."""
     endpoints: list[GatewayEndpoint] = [GenerationEndpoint(api.path, services, api) for api in APIS]
     endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC)]
     endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
@@ -108,7 +107,6 @@ def _describing(pages: Pages) -> Iterator[RecordedRoute]:
 
 
 def _stored(services: Services) -> RecordedRoute:
-    """The route that reads and deletes stored answers of the Responses API."""
     return RecordedRoute(f"/v1{RESPONSES}/{{id}}", StoredRoute(services), ("GET", "DELETE"), "uses_models")
 
 
@@ -173,7 +171,6 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _refuse_twice(routes: Sequence[Route]) -> None:
-    """Raises `ConfigurationError` for an extra route that the gateway answers itself."""
     twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
     if twice:
         raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")

@@ -99,7 +99,6 @@ def _digest(key: bytes) -> bytes:
 
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
-_VERSIONS = ("1.0", "1.1", "2", "3")  # the last two by other servers than ours
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
 
@@ -140,8 +139,6 @@ class HostCheck:
         from another server's page; not with `any_host`.
         """
         hosts, origins = self._read(scope)
-        if scope["http_version"] not in _VERSIONS:
-            raise InvalidRequestError("this version of HTTP is not spoken here; send HTTP/1.1")
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
             raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")
         for host in hosts:
@@ -151,7 +148,6 @@ class HostCheck:
             self._check_origins(origins, hosts)
 
     def _read(self, scope: Scope) -> tuple[list[bytes], list[bytes]]:
-        """The values of Host and of Origin. Raises `HeadersTooLargeError`."""
         headers = scope["headers"]
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
         hosts, origins = [], []
@@ -182,7 +178,6 @@ class HostCheck:
             self._allowed.add(raw)
 
     def _check_origins(self, origins: list[bytes], hosts: list[bytes]) -> None:
-        """Raise `OriginNotAllowedError` unless the page is this server's own, or one that is allowed."""
         try:
             name = urlsplit(origins[0].decode("ascii")).hostname or ""
         except ValueError:

@@ -126,7 +126,6 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _end(self, error: AgentSpecError) -> None:
-        """Answer with `error` and close; cut an answer that has begun."""
         if self._answering and self.cycle.response_started:
             self.transport.abort()
         elif not self.transport.is_closing():

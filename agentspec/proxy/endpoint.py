@@ -59,7 +59,6 @@ class Services:
     several_tenants: bool
 
     def ready(self) -> Runtime:
-        """The runtime. Raises `NotReadyError` while its backends are not built."""
         if not self.runtime.ready:
             raise NotReadyError("the models are still loading; try again soon")
         return self.runtime
@@ -103,7 +102,6 @@ class GatewayEndpoint:
         await self.pass_on(context, body, answer, inspector)
 
     async def _read(self, headers: Headers, receive: Receive, body: RequestBody, deadline: Deadline) -> None:
-        """Read the body. Raises `SlowClientError` if it has not arrived at the deadline."""
         try:
             async with deadline.limit():
                 body.data = await read_body(headers, receive, self.services.settings.max_body_bytes)
@@ -200,7 +198,6 @@ class GenerationEndpoint(GatewayEndpoint):
             return await backend.has_route(self.path, context.headers, context.off)
 
     async def _run(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: Backend) -> None:
-        """Answer by a backend of this process."""
         self.require_route(backend, answer)
         history = await self._history(context, body)
         requests, writer = await body.work(self._parse, body.fields, context, history, backend)
@@ -211,7 +208,6 @@ class GenerationEndpoint(GatewayEndpoint):
         await sending.send(self._deltas(requests, context.route))
 
     def require_route(self, backend: Backend, answer: RequestAnswer) -> None:
-        """Raise `InvalidRequestError` if the backend answers no requests of this API."""
         if self.api.needs not in (routes := backend.capabilities.routes):
             refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
             raise InvalidRequestError(f"the model {answer.model!r} {refused}", param="model")
@@ -230,7 +226,6 @@ class GenerationEndpoint(GatewayEndpoint):
             UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
 
     async def _history(self, context: RequestContext, body: RequestBody) -> History:
-        """The items of the stored answers that the request continues."""
         previous = body.fields.get("previous_response_id") if self.api.keeps_answers else None
         if not isinstance(previous, str):  # another value is refused where the fields are read
             return ()

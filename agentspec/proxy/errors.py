@@ -1,6 +1,6 @@
 """Turns errors into HTTP responses of OpenAI's shape; no other module maps the error classes.
 
-An upstream's own error is no exception where its answer is passed through: see `forwarding/passthrough.py`.
+An upstream's own error is no exception where its answer is passed through: see `forwarding.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
 
 from starlette.exceptions import HTTPException
 
@@ -39,8 +38,6 @@ _UNAVAILABLE = (ShuttingDownError, NotReadyError, AnswerMemoryError)
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error response: HTTP status, extra headers, JSON body; `code` names the error in logs."""
-
     status: int
     body: bytes
     code: str
@@ -48,37 +45,49 @@ class ErrorResponse:
 
 
 def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
-    """The response for `error`. For an unexpected error it tells only the request id to look up in the log."""
-    error = _of_gateway(error)
-    if isinstance(error, UpstreamStatusError):
-        kept = {name: error.headers[name] for name in _RETRY_HEADERS if name in error.headers}
-        body = error_object(error.upstream_body, error.status, error.message)
-        return ErrorResponse(error.status, without_account(body), "upstream_status", kept)
-    if isinstance(error, HTTPException):
-        return _http(error)
-    code = error.code or error.type if isinstance(error, AgentSpecError) else "internal_error"
-    status = error.status if isinstance(error, AgentSpecError) else 500
-    body = encode(_body(error, request_id))
-    told = without_account(body) if isinstance(error, UpstreamError) else body  # it may quote an answer of status 200
-    return ErrorResponse(status, told, code, _headers(error))
+    """The response for `error`. For an unexpected error it has only the request id to look up in the log."""
+    known = _known(error, request_id)
+    if isinstance(known, UpstreamStatusError):
+        kept = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}
+        body = error_object(known.upstream_body, known.status, known.message)
+        return ErrorResponse(known.status, without_account(body), "upstream_status", kept)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else _headers(known)
+    return ErrorResponse(known.status, _body(known), known.code or known.type, headers)
 
 
 def error_event(error: Exception, request_id: str = "") -> bytes:
     """The event that ends a stream after `error` interrupted it."""
-    return event(without_account(encode(_body(_of_gateway(error), request_id))))
+    return event(_body(_known(error, request_id)))
 
 
 def anthropic_error_event(error: Exception, request_id: str = "") -> bytes:
-    """The same on the routes of Anthropic's API."""
-    error = _of_gateway(error)
-    status = error.status if isinstance(error, AgentSpecError) else 500
-    return named_event("error", without_account(anthropic_error(encode(_body(error, request_id)), status, request_id)))
+    known = _known(error, request_id)
+    return named_event("error", anthropic_error(_body(known), known.status, request_id))
 
 
-def _of_gateway(error: Exception) -> Exception:
-    """`error`, or another one in place of an upstream's refusal of a key that is not the client's."""
-    refused = isinstance(error, UpstreamStatusError) and error.status in (401, 403)
-    return error if not refused or getattr(error, "for_client", False) else refused_key("the upstream")
+def _known(error: Exception, request_id: str) -> AgentSpecError:
+    """`error`; or what clients get in its place, if it is unexpected, starlette's, or an upstream's refusal of a key
+    that is not the client's.
+    """
+    if isinstance(error, HTTPException):
+        return _of_route(error)
+    if isinstance(error, UpstreamStatusError) and error.status in (401, 403):
+        return error if getattr(error, "for_client", False) else refused_key("the upstream")
+    if isinstance(error, AgentSpecError) and not isinstance(error, EngineError):
+        return error
+    message = error.message if isinstance(error, EngineError) else "internal error"
+    if request_id:
+        message += f"; the server's log says more about request {request_id}"
+    known = AgentSpecError(message)
+    known.code = "internal_error"
+    if isinstance(error, EngineError):
+        known.status, known.code = error.status, error.code
+    return known
+
+
+def _body(error: AgentSpecError) -> bytes:
+    body = encode(error.body())
+    return without_account(body) if isinstance(error, UpstreamError) else body  # it may quote an answer of status 200
 
 
 def refused_key(upstream: str) -> UpstreamAuthenticationError:
@@ -88,28 +97,13 @@ def refused_key(upstream: str) -> UpstreamAuthenticationError:
     )
 
 
-def unexpected(error: Exception) -> BaseException | None:
-    """The unexpected exception: `error` itself, or the cause of an `EngineError`; None for other deliberate errors."""
-    if isinstance(error, (AgentSpecError, HTTPException)):
-        return error.__cause__ if isinstance(error, EngineError) else None
-    return error
-
-
 def log_unexpected(error: Exception, request_id: str) -> None:
-    """Log where an unexpected error arose, with the request id, which the client gets in its response."""
-    if (culprit := unexpected(error)) is not None:
+    """Log where an unexpected error, or the cause of an `EngineError`, arose, with the id that the client gets."""
+    culprit: BaseException | None = error
+    if isinstance(error, (AgentSpecError, HTTPException)):
+        culprit = error.__cause__ if isinstance(error, EngineError) else None
+    if culprit is not None:
         logger.error("internal error", request_id=request_id, exception=class_of(culprit), frames=frames_of(culprit))
-
-
-def _body(error: Exception, request_id: str) -> dict[str, Any]:
-    if not isinstance(error, AgentSpecError):
-        body: dict[str, Any] = AgentSpecError("internal error").body()
-        body["error"]["code"] = "internal_error"
-    else:
-        body = error.body()
-    if request_id and (not isinstance(error, AgentSpecError) or isinstance(error, EngineError)):
-        body["error"]["message"] += f"; the server's log says more about request {request_id}"
-    return body
 
 
 def outcome(error: Exception) -> str:
@@ -129,14 +123,16 @@ def _headers(error: Exception) -> dict[str, str]:
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 
-def _http(error: HTTPException) -> ErrorResponse:
-    """The response for an unknown route or a method that the route does not allow."""
-    message = {
-        404: "no such route: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
-        " /v1/embeddings and /v1/models; what an upstream has besides can be listed in server.extra_routes",
-        405: "method not allowed here",
-    }.get(error.status_code, HTTPStatus(error.status_code).phrase)
-    code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
-    body: dict[str, Any] = InvalidRequestError(message).body()
-    body["error"]["code"] = code
-    return ErrorResponse(error.status_code, encode(body), code or "http_error", dict(error.headers or {}))
+def _of_route(error: HTTPException) -> AgentSpecError:
+    """The error for an unknown route or a method that the route does not allow."""
+    message, code = {
+        404: (
+            "no such route: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
+            " /v1/embeddings and /v1/models; what an upstream has besides can be listed in server.extra_routes",
+            "unknown_route",
+        ),
+        405: ("method not allowed here", "method_not_allowed"),
+    }.get(error.status_code, (HTTPStatus(error.status_code).phrase, "http_error"))
+    known = InvalidRequestError(message)
+    known.status, known.code = error.status_code, code
+    return known

@@ -111,7 +111,6 @@ class Inspector(ABC):
     def counts(self) -> Delta: ...
 
     def read(self, events: bytes) -> None:
-        """Look at the next whole events."""
         if self.telling.search(events) is not None:
             with suppress(UpstreamError):
                 for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
@@ -214,7 +213,6 @@ async def upstream_body(backend: OpenAIBackend, body: RequestBody, context: Requ
 
 
 async def with_fields(body: RequestBody, added: Mapping[str, Any]) -> bytes:
-    """The body with the values `added`: without any, byte for byte as it is."""
     if not added:
         return body.data
     return await body.work(set_values, body.data, body.fields, added)

@@ -25,8 +25,6 @@ _encode = json.JSONEncoder(default=repr).encode
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """The message of a record: what other formatters than ours write of it."""
-
     event: str
     fields: dict[str, Any]
 
@@ -44,9 +42,6 @@ class EventLogger:
         if self._logger.isEnabledFor(level):
             said = LoggedEvent(event, fields)
             self._logger.handle(logging.LogRecord(self._logger.name, level, "", 0, said, None, None))
-
-    def debug(self, event: str, **fields: Any) -> None:
-        self.log(logging.DEBUG, event, **fields)
 
     def info(self, event: str, **fields: Any) -> None:
         self.log(logging.INFO, event, **fields)
@@ -118,7 +113,6 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
                 self._thread.start()
 
     def flush(self) -> None:
-        """Write every line that waits, unless another thread is stuck in writing."""
         if not self._writing.acquire(timeout=STUCK_SECONDS):
             return
         try:

@@ -28,8 +28,6 @@ _MEDIA = re.compile(rb'(?:;base64,|"data"\s*:\s*")[A-Za-z0-9+/=_\\-]{2048,}')
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The tokens of a request's prompt and answers."""
-
     prompt: int
     answer: int
     bounded: bool = True  # the request itself says how long an answer may be
@@ -149,8 +147,6 @@ class KeyLimiter:
 
 
 class Metering:
-    """The limits of all keys. For one event loop."""
-
     def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
         self._metrics = metrics
         self._limiters = {owner: KeyLimiter(limits) for owner, limits in settings.limits_of_keys.items()}

@@ -60,7 +60,6 @@ class Pages:
         }
 
     async def health(self, request: Request) -> Response:
-        """Report that the process answers; nothing else is checked."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -82,7 +81,6 @@ class Pages:
         return Response(rendered, headers={"content-type": CONTENT_TYPE})
 
     async def fleet(self, request: Request) -> Response:
-        """The members of pools: their states, loads and calls."""
         fleet = self._runtime.fleet
         return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
 
@@ -133,5 +131,4 @@ def index_size(runtime: Runtime) -> IndexFigures | None:
 
 
 def engine_samples(runtime: Runtime) -> list[EngineSample]:
-    """The current counts of the local engines."""
     return [backend.sample(name) for name, backend in runtime.backends().items() if is_local(backend, "sample")]

@@ -169,7 +169,6 @@ def _first(given: Iterable[Any]) -> str | None:
 
 
 def _session_of(fields: Mapping[str, Any]) -> str | None:
-    """The session that the fields of a body name. Never raises."""
     metadata = fields.get("metadata")
     inner: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
     named = (fields.get("session_id"), inner.get("session_id"), inner.get("thread_id"), fields.get("prompt_cache_key"))

@@ -63,7 +63,6 @@ class GatewayServer(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Take no more connections, and stop once the running requests are done."""
         self._app.loading.abort()
         self.should_exit = True
 

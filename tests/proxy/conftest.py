@@ -169,32 +169,32 @@ class ScriptedUpstream:
     requests: list[Received] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/v1"
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}/v1"
+        self.threads = [threading.Thread(target=self.accept)]
+        self.threads[0].start()
 
     def backend(self, **settings: Any) -> OpenAIBackend:
         return OpenAIBackend(OpenAISettings(base_url=self.url, **settings))  # type: ignore[arg-type]
 
     def close(self) -> None:
         with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for thread in self._threads:
+            self.listening.shutdown(socket.SHUT_RDWR)
+        self.listening.close()
+        for thread in self.threads:
             thread.join(10)
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = self.listening.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(connection,))
-            self._threads.append(thread)
+            thread = threading.Thread(target=self.serve, args=(connection,))
+            self.threads.append(thread)
             thread.start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
             connection.settimeout(10)
             request = _receive(connection)

@@ -26,7 +26,9 @@ def app_of(**server: Any) -> Any:
     return create_app(Runtime(settings, backends={"fake": FakeBackend("x")}), settings)
 
 
-def get(app: Any, *headers: tuple[str, str], path: str = "/v1/models", version: str = "1.1") -> tuple[int, str]:
+def get(
+    app: Any, *headers: tuple[str, str], path: str = "/v1/models", version: str = "1.1", method: str = "GET"
+) -> tuple[int, str]:
     """The status and the body of the answer to a request with exactly these headers."""
     scope = {
         "type": "http",
@@ -40,7 +42,7 @@ def get(app: Any, *headers: tuple[str, str], path: str = "/v1/models", version: 
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b""}
+        return {"type": "http.request", "body": b'{"model": "fake"}'}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -99,6 +101,17 @@ def test_every_wrong_key_is_hashed_and_compared_with_every_known_one(
         compared.clear()
         get(app, HOST, ("authorization", f"Bearer {key}"))
         assert len(compared) == 3 and {len(one) for pair in compared for one in pair} == {32}
+
+
+def test_a_probe_learns_no_more_than_whether_the_gateway_is_ready(keys: Any) -> None:
+    """Orchestrators send no key, and call by any name; only clients see why it is not ready."""
+    app = app_of(api_keys=keys)  # whose models load: its lifespan has not begun
+    probe, key = ("host", "probe.cluster.local"), ("authorization", "Bearer key-of-a")
+    assert get(app, probe, path="/health")[0] == 200
+    for headers, status in (([], "not ready"), ([("authorization", "Bearer no")], "not ready"), ([key], "loading")):
+        assert get(app, probe, *headers, path="/ready") == (503, f'{{"status":"{status}"}}')
+    refused = get(app, HOST, key, ("content-type", "application/json"), path="/v1/chat/completions", method="POST")
+    assert refused[0] == 503 and "not_ready" in refused[1]
 
 
 @pytest.mark.parametrize(("first", "second", "message"), [("", "b", "empty"), ("same", "same", "same API key")])

@@ -52,12 +52,6 @@ def test_stream(chat: Any) -> None:
     assert total.usage_metadata["total_tokens"] == 4
 
 
-@pytest.mark.anyio
-async def test_async(chat: Any) -> None:
-    assert (await chat.ainvoke("hi")).content == "brave new wörld"
-    assert "".join([chunk.content async for chunk in chat.astream("hi")]) == "brave new wörld"
-
-
 def script(request: GenerateRequest) -> Any:
     """Calls the tool, then says what it said, by the tool for answers where there is one; fills in a form by itself."""
     said = json.dumps([dict(message) for message in request.messages or ()])

@@ -12,10 +12,8 @@ import pytest
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
-from agentspec.types import GenerateRequest
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -189,29 +187,8 @@ def test_a_server_with_a_drafter_of_its_own_is_told(
     assert told(server) == [expected, None]
 
 
-@pytest.mark.parametrize(("field", "owner"), [("vllm_xargs", "vllm"), ("custom_params", "sglang")])
-def test_it_is_told_beside_what_the_client_says_and_comes_first(
-    gateway: Any, upstream: Any, field: str, owner: str
-) -> None:
-    server = upstream(serve(owner))
-    running = gateway({}, in_front_of(server.url, allow_fields=("custom_params",)))
-    given = {"a": 1, "agentspec_store": "on"}
-    body = {"model": "m", "messages": MESSAGE_ROUTE, field: given}
-    httpx.post(f"{running.url}/v1/chat/completions", json=body, headers={"x-agentspec-store": "off"}, timeout=60)
-    assert told(server) == [{"a": 1, "agentspec_store": "off"}]
-
-
 def test_a_gateway_that_stores_nothing_asks_its_servers_to_store_nothing(gateway: Any, upstream: Any) -> None:
     server = upstream(serve("vllm"))
     running = gateway({}, in_front_of(server.url, store=False))
     httpx.post(f"{running.url}/v1/chat/completions", json={"model": "m", "messages": MESSAGE_ROUTE}, timeout=60)
     assert told(server) == [{"agentspec_store": "off"}]
-
-
-@pytest.mark.anyio
-async def test_calls_in_process_tell_it_too(upstream: Any) -> None:
-    server = upstream(serve("vllm"))
-    async with Runtime(in_front_of(server.url)) as runtime:
-        request = GenerateRequest(model="m", messages=MESSAGE_ROUTE, store=False, speculation=False)
-        assert [delta.text async for delta in runtime.generate(request)] == ["ok"]
-    assert told(server) == [OFF]

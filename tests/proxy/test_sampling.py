@@ -140,19 +140,6 @@ def test_tool_calls_streamed_and_whole(client: openai.OpenAI, choice: Any, names
     assert given == {} if name == "now" else set(given) == {"place", "hourly"} and given["place"] in PLACE["enum"]
 
 
-def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
-    answer = ask(client, tools=TOOLS, tool_choice="required").choices[0].message
-    messages: list[Any] = [
-        {"role": "user", "content": "hello"},
-        answer.model_dump(exclude_none=True),
-        *({"role": "tool", "tool_call_id": call.id, "content": "done"} for call in answer.tool_calls),
-    ]
-    again = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=5)
-    assert again.usage and again.usage.completion_tokens <= 5
-    plain = ask(client, tools=TOOLS, tool_choice="none", max_tokens=5).choices[0].message
-    assert plain.tool_calls is None
-
-
 def test_token_ids_go_in_and_out(running: Any, client: openai.OpenAI) -> None:
     engine = running.runtime.backends()["local"]
     asked = {"return_token_ids": True}

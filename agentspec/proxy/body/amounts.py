@@ -102,7 +102,6 @@ def _phrases(name: str, value: Any) -> None:
 
 
 def _texts(value: Any) -> int:
-    """How many texts a prompt has: a list of numbers is one text of token ids."""
     if not isinstance(value, list):
         return 1
     return max(1, sum(isinstance(item, (str, list, dict)) for item in value))

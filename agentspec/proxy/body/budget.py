@@ -20,8 +20,6 @@ ANSWER_SECONDS = 10.0  # that an answer waits for memory: it was computed alread
 
 
 class _Memory:
-    """Bytes that are held, of which one tenant may hold half if several share them."""
-
     def __init__(self, limit: int, *, shared: bool) -> None:
         self.limit, self.share, self.total = limit, limit // 2 if shared else limit, 0
         self._by_tenant: Counter[str] = Counter()
@@ -54,7 +52,6 @@ class BodyBudget:
 
     @property
     def held(self) -> int:
-        """The bytes of all bodies and large answers that are in memory now."""
         return self.memory.total
 
     async def run(self, tenant: str, size: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -72,7 +69,6 @@ class BodyBudget:
             self._freed = asyncio.Event()
 
     async def wait(self, tenant: str, size: int) -> None:
-        """Wait until there is room for `size` bytes more of an answer."""
         while not (self.memory.has_room(tenant, size) and self.answers.has_room(tenant, size)):
             await self._freed.wait()
 

@@ -43,7 +43,6 @@ def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
 
 
 def objects(value: Any) -> list[dict[str, Any]]:
-    """The objects of an array, each in its place."""
     return [one if isinstance(one, dict) else {} for one in value] if isinstance(value, list) else []
 
 

@@ -134,7 +134,6 @@ def _members(value: Any) -> int:
 
 
 def _has_twice(body: bytes, members: int, value: Any) -> bool:
-    """Whether a key came twice, of which the parser kept one."""
     keys = body.count(b'":')  # and what strings say
     return keys != members and keys != orjson.dumps(value).count(b'":')
 

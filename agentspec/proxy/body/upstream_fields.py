@@ -39,7 +39,6 @@ def is_address(text: str) -> bool:
 
 
 def is_inline(text: str) -> bool:
-    """Whether `text` is a `data:` URL, which carries its content itself."""
     return _head(text)[:5].lower() == "data:"
 
 
@@ -167,8 +166,6 @@ _Place = tuple[Any, Any]
 
 
 class UpstreamFields:
-    """What requests to one backend may hold."""
-
     def __init__(self, settings: OpenAISettings) -> None:
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
         self._kinds = {"vllm", "sglang"} if settings.server_kind == "auto" else {settings.server_kind} - {"other"}
@@ -264,7 +261,6 @@ class UpstreamFields:
 
 
 def _text_of(value: Mapping[str, Any]) -> Set[str]:
-    """The names of strings that are text in an object of its type."""
     kind = value.get("type")
     return _TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
 

@@ -77,7 +77,6 @@ async def merged(answers: Sequence[Answer], per_prompt: int) -> AsyncGenerator[D
 
 
 def _usage(ends: Sequence[Delta]) -> Usage:
-    """What all answers used together, by the deltas that ended them."""
     used = [one.usage for one in ends if one.usage]
     return Usage(
         sum(one.prompt_tokens for one in used),

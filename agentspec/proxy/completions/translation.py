@@ -66,7 +66,6 @@ async def chat_deltas(
 
 
 def _chat_headers(given: Mapping[str, str]) -> dict[str, str]:
-    """The client's headers for a route of OpenAI's, which takes its key as a bearer's."""
     headers = dict(given)
     key = headers.pop("x-api-key", None)
     if key is not None:

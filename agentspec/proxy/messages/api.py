@@ -69,7 +69,6 @@ def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[S
 
 
 def chat_of(parsed: MessagesRequest) -> GenerateRequest:
-    """The request for a model of this process."""
     return parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))[0]
 
 

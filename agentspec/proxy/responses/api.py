@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from agentspec.backends.base import RESPONSES
@@ -30,8 +29,6 @@ UNENFORCED = "x-agentspec-unenforced"
 
 
 class ResponsesWriter(ApiWriter):
-    """Writes a response object, or typed events, of which the last has the whole response."""
-
     holds_answer = True
 
     def __init__(self, request: ResponsesRequest, *, stored: bool) -> None:
@@ -101,7 +98,6 @@ def failure(error: Exception, request_id: str) -> tuple[str, str]:
 
 
 def _read(fields: Fields, history: History) -> ResponsesRequest:
-    """The request, with the tools of the whole conversation."""
     request = parse_responses(fields)
     return request if request.previous is None else request.continuing(history)
 
@@ -113,8 +109,11 @@ def _writer(request: ResponsesRequest, context: RequestContext) -> ApiWriter:
 def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
     request = _read(fields, history)
     chat = {**request.chat, "messages": request.messages(history)}
-    with _own_names(request):
+    try:
         parsed, _ = parse_chat(chat)
+    except InvalidRequestError as error:
+        error.param = error.param and request.own_name(error.param)
+        raise
     return [parsed], _writer(request, context)
 
 
@@ -132,16 +131,6 @@ def _translate(fields: Fields, context: RequestContext, history: History, templa
         message = f"the conversation has more than {MAX_MESSAGES} messages"
         raise InvalidRequestError(message, param="input")
     return {**request.chat, "messages": messages}, _writer(request, context)
-
-
-@contextmanager
-def _own_names(request: ResponsesRequest) -> Iterator[None]:
-    """Have errors name the fields of the request instead of those of its chat."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = error.param and request.own_name(error.param)
-        raise
 
 
 def _check_history(history: History, backend: OpenAIBackend) -> None:

@@ -60,8 +60,6 @@ def not_found(id: str, param: str) -> ResponseNotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The items of the answers that a request continues, and the bytes that they take."""
-
     items: list[Item]
     size: int
 
@@ -76,7 +74,6 @@ class Keeper:
 
     @property
     def stores(self) -> bool:
-        """Whether anything may be kept."""
         return self.runtime.settings.cache.store
 
     async def put(self, stored: StoredResponse) -> bool:
@@ -88,16 +85,10 @@ class Keeper:
             return False
 
     async def get(self, tenant: str, id: str, param: str = "id") -> StoredResponse:
-        """The tenant's answer. Raises `ResponseNotFoundError`."""
         found = await self._in_thread(lambda: self._store.get(tenant, _key(id))) if self.stores and is_id(id) else None
         if found is None:
             raise not_found(id, param)
         return replace(found, id=id)
-
-    async def delete(self, tenant: str, id: str) -> None:
-        """Raises `ResponseNotFoundError`."""
-        if not (self.stores and await self.discard(tenant, id)):
-            raise not_found(id, "id")
 
     async def discard(self, tenant: str, id: str) -> bool:
         """Delete the tenant's answer if it is there; returns whether it was."""
@@ -120,7 +111,7 @@ class Keeper:
         while wanted is not None:
             stored = self._store.get(tenant, wanted)
             if stored is None or stored.backend is not None:
-                raise _missing(id, wanted)
+                raise not_found(id, "previous_response_id") if wanted == id else _missing(id, wanted)
             links.append([*map(dict, stored.items), *stored.response.get("output", ())])
             count, size = count + len(links[-1]), size + len(encode(links[-1]))
             if len(links) > MAX_CHAIN or count > most_items or size > most_bytes:
@@ -160,8 +151,6 @@ class Keeper:
 
 
 def _missing(id: str, wanted: str) -> ResponseNotFoundError:
-    if wanted == id:
-        return not_found(id, "previous_response_id")
     message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
     return ResponseNotFoundError(message, param="previous_response_id")
 
@@ -173,8 +162,6 @@ def _key(id: str) -> str:
 
 @dataclass(slots=True)
 class StoredRoute:
-    """`GET` and `DELETE` of one stored response, as an ASGI application."""
-
     services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,11 +194,11 @@ class StoredRoute:
         _refuse_query(request.query_params)
         if request.method != "DELETE":
             return stored.response
-        await self.services.keeper.delete(stored.tenant, stored.id)
+        if not await self.services.keeper.discard(stored.tenant, stored.id):
+            raise not_found(stored.id, "id")
         return {"id": stored.id, "object": "response", "deleted": True}
 
     async def _forward(self, scope: Scope, answer: RequestAnswer, stored: StoredResponse, deadline: Deadline) -> None:
-        """Let the upstream that stores the response answer."""
         services, name = self.services, stored.backend or ""
         backend = services.ready().backends().get(name)
         if not isinstance(backend, OpenAIBackend):

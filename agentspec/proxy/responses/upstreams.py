@@ -84,7 +84,6 @@ class IdWatch:
 
 
 def _ids_in(data: bytes, decoder: SseDecoder | None) -> Iterator[str]:
-    """The ids of responses in the next bytes of a stream, or in a whole answer."""
     events = [data] if decoder is None else decoder.feed(data)
     for value in map(object_in, events):
         response = value if decoder is None else value.get("response")

@@ -65,7 +65,10 @@ class EmbeddingsEndpoint(GatewayEndpoint):
         texts = asked.input
         if texts is None:
             raise InvalidRequestError("input is missing", param="input")
-        _check_dimensions(asked.dimensions, backend.dimensions)
+        if asked.dimensions not in (None, backend.dimensions):
+            wanted = short(asked.dimensions)
+            message = f"dimensions = {wanted} is not supported: the vectors of this model have {backend.dimensions}"
+            raise InvalidRequestError(message, param="dimensions")
         async with context.deadline.limit():
             counts = await _counted(backend, asked, texts)
             vectors = await backend.embed(texts, context.route.upstream_model, context.tenant)
@@ -78,12 +81,6 @@ class EmbeddingsEndpoint(GatewayEndpoint):
 def _embeds_here(backend: object) -> TypeGuard[EncoderBackend]:
     """Whether `backend` embeds in this process, and so knows how long texts and vectors are."""
     return hasattr(backend, "count_tokens")
-
-
-def _check_dimensions(wanted: int | None, dimensions: int) -> None:
-    if wanted not in (None, dimensions):
-        message = f"dimensions = {short(wanted)} is not supported: the vectors of this model have {dimensions}"
-        raise InvalidRequestError(message, param="dimensions")
 
 
 async def _counted(backend: EncoderBackend, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
@@ -111,5 +108,4 @@ def _answer(body: _EmbeddingBody, vectors: Sequence[Sequence[float]], tokens: in
 
 
 def _encoded(vector: Sequence[float]) -> str:
-    """Little-endian 32-bit floats in base64, as OpenAI sends them."""
     return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

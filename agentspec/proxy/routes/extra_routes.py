@@ -68,7 +68,6 @@ class ExtraRoute(GatewayEndpoint):
         await forward(context, body, answer, StreamInspector(0), data, path=path, above=above)
 
     def _refuse_unsalted(self, server: OpenAIBackend) -> None:
-        """Raise `UpstreamIsolationError` for a server that needs salts, which this route cannot carry."""
         if server.needs_salt:
             message = f"{self.path} cannot keep tenants apart: the operator may set shared_upstream"
             raise UpstreamIsolationError(message)

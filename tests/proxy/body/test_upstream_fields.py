@@ -109,6 +109,12 @@ CITED = {"type": "url_citation", "url_citation": {"url": "https://x.example", "t
 QUOTED = {"type": "web_search_result_location", "url": "https://x.example", "cited_text": "x"}
 
 
+INLINE = "data:image/png;base64,iVBORw0KGgo="
+PDF = {"file_data": "data:application/pdf;base64,JVBE", "filename": "a.pdf"}
+FETCHED = {"type": "web_fetch_result", "url": "https://x.example", "content": DOCUMENT}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -116,19 +122,18 @@ QUOTED = {"type": "web_search_result_location", "url": "https://x.example", "cit
         said({"type": "search_result", "source": "https://x.example", "content": [{"type": "text", "text": "x"}]}),
         said({"type": "text", "text": "x", "citations": [QUOTED]}),
         said({"type": "web_search_tool_result", "tool_use_id": "t", "content": [FOUND]}),
-        said(
-            {
-                "type": "web_fetch_tool_result",
-                "content": {"type": "web_fetch_result", "url": "https://x.example", "content": DOCUMENT},
-            }
-        ),
+        said({"type": "web_fetch_tool_result", "content": FETCHED}),
         {"messages": [{"role": "assistant", "content": "x", "annotations": [CITED]}]},
         {"documents": [{"title": "x", "text": "x", "url": "https://x.example"}]},
         {"input": [{"type": "web_search_call", "action": {"type": "open_page", "url": "https://x.example"}}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["x.example"]}]},
+        said({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}),
+        said({"type": "file", "file": PDF}),
+        said({"type": "file", "file": {"file_id": "file-abc"}}),
+        said({"type": "image_url", "image_url": {"url": INLINE}, "cache_control": {"type": "ephemeral"}}),
     ],
 )
-def test_what_was_cited_and_found_passes(fields: dict[str, Any]) -> None:
+def test_what_was_cited_found_and_sent_inline_passes(fields: dict[str, Any]) -> None:
     check(fields)
 
 
@@ -137,18 +142,27 @@ def test_what_was_cited_and_found_passes(fields: dict[str, Any]) -> None:
     [
         said({"type": "document", "source": {"type": "url", "url": "https://x.example"}}),
         said({"type": "web_search_result", "image_url": {"url": "https://x.example"}}),
-        said({"type": "search_result", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}),
+        said({"type": "search_result", "content": [IMAGE]}),
         said({"type": "base64", "data": "http://x"}),
+        said({"type": "input_audio", "input_audio": {"data": "http://x/a.wav", "format": "wav"}}),
+        said({"type": "input_audio", "input_audio": {"data": "../a.wav", "format": "wav"}}),
+        said({"type": "file", "file": "http://x/a.pdf"}),
         {"documents": [{"content": [{"type": "image_url", "image_url": {"url": "https://x.example"}}]}]},
         {"documents": [{"image_url": "https://x.example"}]},
+        {"documents": {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}},
+        {"messages": [{"role": "user", "content": "x", "images": ["http://x"]}]},
+        {"messages": {"content": {"image_url": "http://x"}}},
+        {"input": [{"text": "http://fine", "image": "http://x"}]},
+        {"input": {"messages": [{"content": [{"video_url": {"url": "http://x"}}]}]}},
+        {"prompt": [{"image": "http://x"}]},
+        {"query": {"content": [{"type": "video_url", "video_url": {"url": "http://x"}}]}},
     ],
 )
-def test_media_beside_them_do_not(fields: dict[str, Any]) -> None:
+def test_media_are_searched_for_in_messages_and_inputs_of_any_form(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="data: URL"):
         check(fields)
 
 
-INLINE = "data:image/png;base64,iVBORw0KGgo="
 ELSEWHERE = ["http://x/a.png", "https://x", "file:///etc/passwd", "/etc/passwd", "//x", "\\\\x\\y", "gs://b/x", "x.png"]
 
 
@@ -174,45 +188,10 @@ def test_media_come_with_the_request(part: Any, url: str) -> None:
     assert str(caught.value.param).startswith("messages[0].content[0].")
 
 
-@pytest.mark.parametrize(
-    ("part", "refused"),
-    [
-        ({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}, False),
-        ({"type": "input_audio", "input_audio": {"data": "http://x/a.wav", "format": "wav"}}, True),
-        ({"type": "input_audio", "input_audio": {"data": "../a.wav", "format": "wav"}}, True),
-        ({"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBE", "filename": "a.pdf"}}, False),
-        ({"type": "file", "file": {"file_id": "file-abc"}}, False),
-        ({"type": "file", "file": {"file_id": "https://x/a.pdf"}}, True),
-        ({"type": "file", "file": "http://x/a.pdf"}, True),
-        ({"type": "image_url", "image_url": {"url": INLINE}, "cache_control": {"type": "ephemeral"}}, False),
-    ],
-)
-def test_files_and_sounds(part: dict[str, Any], refused: bool) -> None:
-    if not refused:
-        check(said(part))
-        return
-    with pytest.raises(InvalidRequestError):
-        check(said(part))
-
-
-def test_messages_and_inputs_of_any_form_are_searched() -> None:
-    for fields in (
-        {"messages": [{"role": "user", "content": "x", "images": ["http://x"]}]},
-        {"messages": {"content": {"image_url": "http://x"}}},
-        {"input": [{"text": "http://fine", "image": "http://x"}]},
-        {"input": {"messages": [{"content": [{"video_url": {"url": "http://x"}}]}]}},
-        {"prompt": [{"image": "http://x"}]},
-        {"documents": [{"image_url": {"url": "http://x"}}]},
-        {"documents": {"content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}},
-        {"query": {"content": [{"type": "video_url", "video_url": {"url": "http://x"}}]}},
-    ):
-        with pytest.raises(InvalidRequestError, match="data: URL"):
-            check(fields)
-
-
 def test_text_and_schemas_may_speak_of_addresses() -> None:
     schema = {"type": "object", "properties": {"base_url": {"type": "string", "default": "http://x"}}}
     arguments = '{"url": "http://169.254.169.254/"}'
+    custom = {"type": "custom", "description": "http://x", "format": {"definition": "// of a file"}}
     check(
         {
             "model": "org/name",
@@ -225,16 +204,8 @@ def test_text_and_schemas_may_speak_of_addresses() -> None:
             "tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "description": "http://x"}}],
             "functions": [{"name": "f", "parameters": schema}],
             "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
-            "prompt": "http://x",
-            "input": [
-                "http://x",
-                "file:///x",
-                {
-                    "type": "additional_tools",
-                    "tools": [{"type": "custom", "description": "http://x", "format": {"definition": "// of a file"}}],
-                },
-            ],
-            "query": "http://x",
+            **dict.fromkeys(("prompt", "query"), "http://x"),
+            "input": ["http://x", "file:///x", {"type": "additional_tools", "tools": [custom]}],
             "documents": ["http://x", {"title": "http://x", "text": "file:///x"}],
             "stop": ["http://"],
             "user": "https://people/1",
