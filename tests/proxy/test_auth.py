@@ -32,7 +32,7 @@ def get(
     """The status and the body of the answer to a request with exactly these headers."""
     scope = {
         "type": "http",
-        "method": "GET",
+        "method": method,
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
