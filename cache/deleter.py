@@ -47,7 +47,6 @@ class Deleter:
 
     @property
     def expires(self) -> bool:
-        """Whether sequences are deleted by age."""
         return self._retention is not None
 
     def forget(self, selection: Selection, *, expiring: bool = False) -> int:
@@ -60,7 +59,7 @@ class Deleter:
         if self._store is None:
             count = self._forget_in_memory(selection)
             if count or not expiring:
-                self._tell(selection.scope)
+                self._notify(selection.scope)
             return count
         return self._forget_stored(self._store, selection, expiring)
 
@@ -93,7 +92,7 @@ class Deleter:
         for partition, numbers in covered:
             self._pool.forget(partition, numbers)
         if covered:
-            self._tell(scope)
+            self._notify(scope)
 
     def expire_soon(self) -> None:
         """Let the next `maintain` delete old sequences: this process has become the writer."""
@@ -126,9 +125,9 @@ class Deleter:
                     kept |= self._store.stored(numbers)
                     self._pool.forget(partition, [one for one in numbers if one not in kept])
                 self._unapplied.pop(number)
-                self._tell(scope)
+                self._notify(scope)
 
-    def _tell(self, scope: Scope) -> None:
+    def _notify(self, scope: Scope) -> None:
         for listener in [*self._listeners]:
             try:
                 listener(scope)

@@ -51,7 +51,6 @@ class ContentFilter:
         return self.matches(decode(np.concatenate((context, tokens)).tolist()))
 
     def matches(self, text: str) -> bool:
-        """Whether a text matches a pattern."""
         return any(pattern.search(text) for pattern in self._patterns)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,6 @@ class SuffixIndex:
             raise InvalidRequestError(str(error)) from error
 
     def close(self, sequence: int) -> None:
-        """Refuse further tokens for a sequence."""
         self._known(sequence, self.native.close)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -90,7 +89,6 @@ class SuffixIndex:
         return self._known(sequence, self.native.tokens)
 
     def prefix(self, sequence: int) -> Tokens:
-        """The last `DEPTH` tokens of a sequence's context."""
         return self._known(sequence, self.native.prefix)
 
     def length(self, sequence: int) -> int:
@@ -209,3 +207,69 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
 def _natives(indexes: Sequence[Sourced]) -> list[tuple[_native.SuffixIndex, int]]:
     return [(index.native, source) for index, source in indexes]
+
+
+# Chains, for targets that verify no trees: `allocate_budget` in `speculation/governor.py` says in plain Python how much
+# of each a step verifies.
+
+Chain = _native.Chain
+"""One request's chain. `advance` follows further tokens, `replace` sets what follows, with the probability that all
+tokens up to each are accepted; `drafted`, `accepted` and `expected` tell of the chain proposed last. One thread at a
+time may use it."""
+
+
+class ChainTurn(NamedTuple):
+    """A chain's part in a step: at most `limit` tokens, accepted `factor` times as often as the chain says.
+
+    The request must gain `required` tokens, as in `allocate_budget`.
+    With `drafter`, what follows `context` is searched for in `indexes`; without, the chain goes on as it is.
+    """
+
+    chain: Chain
+    drafter: IndexDrafter | None
+    indexes: Sequence[Sourced]
+    context: Tokens
+    limit: int
+    factor: float
+    required: float = 0.0
+
+
+class StepCurve(NamedTuple):
+    """Seconds of a step by its tokens: straight lines between these points, level beyond them."""
+
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
+def propose_chains(
+    turns: Sequence[ChainTurn],
+    cost: StepCurve,
+    *,
+    floor: float = 0.0,
+    vocabulary: int = 2**31 - 1,
+    patience: float | None = None,
+) -> list[list[int]]:
+    """Search, choose and propose for all requests of a step in one call; returns the proposed tokens of each.
+
+    What requests require is served first; then the chains are cut together where the expected tokens per second are
+    highest. No chain holds a token that is not below `vocabulary`, or that is less likely than `floor`: for a request
+    that requires more than one token, which has to pay for that request alone, than `floor / len(turns)`. What is not
+    found after `patience` seconds is left out; a chain of which more was known before goes on as it is then.
+    """
+    patience = None if patience is None else min(patience, 1e6)  # the native clock knows no infinity
+    native = [
+        (
+            chain,
+            None if drafter is None else drafter.native,
+            [(index.native, source) for index, source in indexes],
+            context[-DEPTH:],
+            limit,
+            factor,
+            required,
+        )
+        for chain, drafter, indexes, context, limit, factor, required in turns
+    ]
+    try:
+        return _native.propose_chains(native, len(turns), cost.tokens, cost.seconds, floor, vocabulary, patience)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error

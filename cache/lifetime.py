@@ -1,4 +1,4 @@
-"""How long a cache lives: opened within its limits, looked after by a thread, closed at exit, left behind in a fork."""
+"""How long a cache lives: maintained by a thread, closed at exit, left behind in a fork."""
 
 from __future__ import annotations
 
@@ -9,63 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, ConfigurationError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentspec.cache.suffix_cache import SuffixCache
 
-Mode = Literal["auto", "writer", "follower"]
-
 _log = logging.getLogger(__name__)
 
 _MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLimits:
-    """Bytes in memory and on disk, of all tenants and of each, and of stored answers. None: no limit.
-
-    Raises `ConfigurationError`, which names the limit, unless each is 1 or more.
-    """
-
-    memory_bytes: int
-    tenant_memory_bytes: int | None = None
-    disk_bytes: int | None = None
-    tenant_disk_bytes: int | None = None
-    responses_bytes: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            limit = getattr(self, field.name)
-            if limit is None and field.default is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-                message = f"{field.name} must be a positive number of bytes, not {limit!r}"
-                raise ConfigurationError(message, param=field.name)
-
-
-def opened_at(path: str | Path, mode: Mode, limits: CacheLimits, made: Callable[..., SuffixCache]) -> SuffixCache:
-    """A cache that persists at `path`, or one in memory as `SuffixCache.open` says; `made` gets the store."""
-    from agentspec.cache.storage.sequence_store import SequenceStore
-
-    def opened() -> SuffixCache:
-        sizes = {"disk_bytes": limits.disk_bytes, "tenant_disk_bytes": limits.tenant_disk_bytes}
-        return made(SequenceStore.open(path, **sizes, mode=mode))
-
-    try:
-        try:
-            return opened()
-        except CacheDamagedError:  # a writer replaces the database, now that the damage is known
-            return opened()
-    except CacheError as error:
-        if mode != "auto" or isinstance(error, CacheFormatError):
-            raise
-        _log.warning("the cache is in memory only, and gone at exit: %s", error)
-        return made(None, error.message)
 
 
 class MaintenanceThread:
@@ -131,13 +82,11 @@ def _close_all() -> None:
 
 
 def _leave_all_behind() -> None:
-    caches = list(OPEN)
+    """In a forked process every use of the parent's caches raises, and neither uses nor closes their files."""
+    opener = f"this cache was opened by process {os.getppid()}"
+    for cache in list(OPEN):
+        cache.leave_behind(f"{opener}; a forked process cannot use it: open it again in this one")
     OPEN.clear()
-    reason = (
-        f"this cache was opened by process {os.getppid()}; a forked process cannot use it: open it again in this one"
-    )
-    for cache in caches:
-        cache.leave_behind(reason)
 
 
 atexit.register(_close_all)

@@ -75,7 +75,6 @@ class Session:
         self.mark = needed, kept[max(0, needed - _MARK) : needed].tobytes()
 
     def size(self) -> int:
-        """Bytes that this session takes."""
         return self.index.memory_bytes() + _SESSION_BYTES
 
     def continued_by(self, prompt: Tokens) -> int:
@@ -144,7 +143,7 @@ class Sessions:
         self._idle.move_to_end(needed)
 
     def _take(self, session: Session) -> None:
-        """Let nobody find a session. Does nothing where nobody would."""
+        """Let a session not be found. Does nothing where it would not be."""
         needed, end = session.mark
         marks = self._idle.get(needed, {})
         alike = marks.get(end, {})
@@ -154,7 +153,6 @@ class Sessions:
                 del self._idle[needed]
 
     def measure(self, session: Session) -> None:
-        """Account for the session's present size."""
         if id(session) in self._sessions:
             size = session.size()
             self.memory_bytes += size - session.measured
@@ -193,7 +191,7 @@ class Sessions:
     def invalidate(self, scope: Scope) -> None:
         """Delete the sessions in scope, also those that requests hold; a held session counts as used now.
 
-        Sessions are not searched for patterns: to begin anew from the next prompt costs little.
+        Sessions are not searched for patterns: to begin again from the next prompt costs little.
         """
         for session in list(self):
             if scope.covers(session.label, time.time() if session.busy else session.used_at):
@@ -204,7 +202,7 @@ class Sessions:
 class Partition:
     """One namespace's outputs, drafter and sessions. Namespaces share neither tokens nor learned states.
 
-    `lock` guards all but drafting and `merge`, which nobody waits for; whoever takes it from outside looks whether the
+    `lock` guards all but drafting and `merge`, which no thread waits for; who takes it from outside looks whether the
     partition is `retired`: then it has left the cache, and a request that comes later gets another. What a namespace
     has not changed takes no memory.
     """
@@ -276,7 +274,6 @@ class Partition:
                 self.merging.release()
 
     def add(self, record: SequenceRecord) -> None:
-        """Add a finished output to the cached past outputs."""
         with self.lock:
             while not self._append(record):
                 self._evict_past(_LEAST_SHARE)
@@ -295,11 +292,9 @@ class Partition:
         return True
 
     def holds(self, sequence: int) -> bool:
-        """Whether a sequence is among the cached past outputs."""
         return sequence in self._meta
 
     def adopt(self, index: SuffixIndex, meta: dict[int, SequenceMeta]) -> None:
-        """Use a saved index as the cached past outputs."""
         with self.lock:
             self.shared = index
             self._meta = meta
@@ -351,7 +346,6 @@ class Partition:
         return [number for number, meta in known if meta.session in sessions and aged.covers(None, meta.created_at)]
 
     def selected(self, selection: Selection) -> list[int]:
-        """The cached sequences that a selection matches."""
         numbers = self.covered(selection.scope)
         return [number for number in numbers if selection.holds(self._read(number))] if selection.searched else numbers
 

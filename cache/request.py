@@ -172,7 +172,6 @@ class CachePool:
                 self._persist(record)
 
     def count(self, **counts: int) -> None:
-        """Add to the counts of `CacheStats`."""
         with self._lock:
             for name, change in counts.items():
                 self._counts[name] += change
@@ -219,7 +218,6 @@ class CachePool:
     # Inspection.
 
     def indexes(self) -> list[SuffixIndex]:
-        """Every index of every partition and session."""
         found = []
         for partition in self.namespaces.partitions():
             with partition.lock:
@@ -283,7 +281,6 @@ class CacheRequest:
 
     @property
     def output(self) -> Tokens:
-        """Every token extended so far."""
         return np.concatenate(self._output) if self._output else EMPTY
 
     @property
@@ -292,7 +289,6 @@ class CacheRequest:
 
     @property
     def indexes(self) -> list[Sourced]:
-        """The indexes that this request drafts from; at equal match length an earlier index takes precedence."""
         self._leave_forgotten()
         return list(self._indexes)
 

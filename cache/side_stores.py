@@ -162,35 +162,31 @@ class SideStore:
             self._added = 0
         self._delete_where(connection, is_older(columns.created_at, limits.oldest))
         self._delete_where(connection, sa.not_(columns.size.between(0, self.largest)))  # damaged
-        taken = sa.select(columns.tenant, sa.func.sum(columns.size + _ROW)).group_by(columns.tenant)
-        by_tenant = {tenant: int(size) for tenant, size in connection.execute(taken).all()}
-        if limits.tenant is not None:
-            for tenant, size in by_tenant.items():
-                if size > limits.tenant - limits.tenant // _ROOM:
-                    by_tenant[tenant] -= self._delete_oldest(connection, tenant, size - limits.tenant * 7 // 8)
-        room = limits.total // _ROOM
-        while by_tenant and (excess := sum(by_tenant.values()) - limits.total + room) > 0:
-            tenant = max(by_tenant, key=lambda name: by_tenant[name])
-            # Half of the excess at a time: another tenant may take most by then.
-            freed = self._delete_oldest(connection, tenant, max(excess // 2, room // 2))
-            by_tenant[tenant] -= freed
-            if not freed:  # a damaged name, of which nothing is found: the others give
-                del by_tenant[tenant]
+        taken = sa.select(sa.func.sum(columns.size + _ROW)).group_by(columns.tenant)
+        sizes = [int(size) for size in connection.execute(taken).scalars()]
+        share = limits.tenant - limits.tenant // _ROOM if limits.tenant else limits.total
+        if sum(sizes) > limits.total - limits.total // _ROOM:
+            share = min(share, _level(sizes, limits.total * 7 // 8))
+        if max(sizes, default=0) <= share:
+            return
+        newer = sa.func.sum(columns.size + _ROW).over(
+            partition_by=columns.tenant, order_by=[columns.created_at.desc(), columns.id]
+        )
+        ranked = sa.select(columns.id, newer.label("taken")).subquery()
+        over = sa.select(ranked.c.id).where(ranked.c.taken > share)
+        self._delete(connection, connection.execute(over).scalars().all())
 
-    def _delete_oldest(self, connection: sa.Connection, tenant: str, size: int) -> int:
-        """Delete the tenant's oldest rows, of at least `size` bytes together; returns how many bytes."""
-        columns = self.table.c
-        query = sa.select(columns.id, columns.size).where(columns.tenant == tenant).order_by(columns.created_at)
-        chosen: list[str] = []
-        freed = 0
-        with connection.execute(query.execution_options(yield_per=256)) as rows:
-            for row in rows:
-                chosen.append(row.id)
-                freed += row.size + _ROW
-                if freed >= size:
-                    break
-        self._delete(connection, chosen)
-        return freed
+
+def _level(sizes: Iterable[int], total: int) -> int:
+    """The most that each may take so that all take `total` together: only those that take most have to give."""
+    ordered = sorted(sizes)
+    left, share = total, 0
+    for number, size in enumerate(ordered):
+        share = left // (len(ordered) - number)
+        if size > share:
+            break
+        left -= size
+    return share
 
 
 class ResponseStore(SideStore):
@@ -269,7 +265,6 @@ class ToolTurnStore(SideStore):
         return True
 
     def ids(self, tenant: str, agent: str) -> list[str]:
-        """The ids of all turns of an agent, oldest first."""
         waiting = self._waiting_of(tenant, agent)  # before the database: what is written meanwhile is found in either
         with self._reading() as connection:
             query = sa.select(tool_turns.c.id).where(*_of(tenant, agent))

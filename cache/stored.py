@@ -1,4 +1,4 @@
-"""What is stored beside sequences: an answer of the Responses API, and what a turn of an agent taught."""
+"""What is stored besides sequences: an answer of the Responses API, and what a turn of an agent taught."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ class StoredTurn:
 
 
 def new_turn(tenant: str, agent: str, session: str, body: str) -> StoredTurn:
-    """A turn that was taught now."""
     return StoredTurn(secrets.token_hex(12), tenant, agent, session, time.time(), body)
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import ContentFilter, Decode, PartlyForgottenError, seconds_of, select
-from agentspec.cache.lifetime import OPEN, CacheLimits, MaintenanceThread, Mode, opened_at
+from agentspec.cache.lifetime import OPEN, MaintenanceThread
 from agentspec.cache.request import CachePool, CacheRequest, CacheStats
+from agentspec.cache.stored import StoreLimits
 from agentspec.cache.tokens import TokensLike, as_tokens
-from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
+from agentspec.errors import (
+    CacheDamagedError,
+    CacheError,
+    CacheFormatError,
+    ConfigurationError,
+    InvalidRequestError,
+)
 from agentspec.types import DEFAULT_TENANT, Namespace
 
 if TYPE_CHECKING:
@@ -25,6 +33,10 @@ if TYPE_CHECKING:
     from agentspec.cache.sync import StoreSync
 
 __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
+
+Mode = Literal["auto", "writer", "follower"]
+
+_log = logging.getLogger(__name__)
 
 
 class SuffixCache:
@@ -38,22 +50,22 @@ class SuffixCache:
         store: SequenceStore | None,
         store_error: str | None = None,
         *,
-        limits: CacheLimits,
+        memory: tuple[int, int | None],
+        answers: StoreLimits,
         retention: float | None,
         content_filter: ContentFilter | None,
     ) -> None:
         self._store = store
         self._store_error = store_error  # why there is no store although a path was given
         self._pool = CachePool(
-            limits.memory_bytes,
-            limits.tenant_memory_bytes,
+            *memory,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
             persist=store.put if store else None,
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
-        self._limits_of_state = limits, retention, content_filter
+        self._state_settings = answers, retention, content_filter
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -97,14 +109,39 @@ class SuffixCache:
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
-        limits = CacheLimits(memory_bytes, tenant_memory_bytes, disk_bytes, tenant_disk_bytes, responses_bytes)
+        _require_bytes(memory_bytes=memory_bytes, responses_bytes=responses_bytes)
+        optional = {"tenant_memory_bytes": tenant_memory_bytes, "disk_bytes": disk_bytes}
+        optional |= {"tenant_disk_bytes": tenant_disk_bytes}
+        _require_bytes(**{name: limit for name, limit in optional.items() if limit is not None})
         try:
             term = None if retention is None else seconds_of(retention, "retention")
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
-        content_filter = ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None
-        made = partial(cls._started, limits=limits, retention=term, content_filter=content_filter)
-        return made(None) if path is None else opened_at(path, mode, limits, made)
+        started = partial(
+            cls._started,
+            memory=(memory_bytes, tenant_memory_bytes),
+            answers=StoreLimits.of_responses(responses_bytes, term, disk_bytes, tenant_disk_bytes),
+            retention=term,
+            content_filter=ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None,
+        )
+        if path is None:
+            return started(None)
+        from agentspec.cache.storage.sequence_store import SequenceStore
+
+        def opened() -> SuffixCache:
+            store = SequenceStore.open(path, disk_bytes=disk_bytes, tenant_disk_bytes=tenant_disk_bytes, mode=mode)
+            return started(store)
+
+        try:
+            try:
+                return opened()
+            except CacheDamagedError:  # a writer replaces the database, now that the damage is known
+                return opened()
+        except CacheError as error:
+            if mode != "auto" or isinstance(error, CacheFormatError):
+                raise
+            _log.warning("the cache is in memory only, and gone at exit: %s", error)
+            return started(None, error.message)
 
     @property
     def path(self) -> Path | None:
@@ -113,12 +150,10 @@ class SuffixCache:
 
     @property
     def responses(self) -> ResponseStore:
-        """Stored answers."""
         return self._opened_state().responses
 
     @property
     def tool_turns(self) -> ToolTurnStore:
-        """What agents' turns taught."""
         return self._opened_state().tool_turns
 
     def _opened_state(self) -> State:
@@ -126,14 +161,10 @@ class SuffixCache:
         if self._state:
             return self._state
         from agentspec.cache.side_stores import State
-        from agentspec.cache.stored import StoreLimits
 
         self._pool.require_open()
-        limits, retention, content_filter = self._limits_of_state
-        disk = limits.disk_bytes, limits.tenant_disk_bytes
-        answers = StoreLimits.of_responses(limits.responses_bytes, retention, *disk)
         with self._opening_state:
-            self._state = self._state or State(self._store, answers, retention, content_filter)
+            self._state = self._state or State(self._store, *self._state_settings)
         if self._store is None:
             self._maintenance_thread()
         return self._state
@@ -188,7 +219,7 @@ class SuffixCache:
         text, by `decode`, holds it. The kept end of the prompt before an output is searched too.
 
         On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
-        database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin anew from their
+        database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin again from their
         next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
         conditions, and `CacheError` when the database cannot be changed: then no sequence is deleted, but with
         `PartlyForgottenError` what is in memory, where the database could not be opened.
@@ -203,7 +234,7 @@ class SuffixCache:
             raise PartlyForgottenError(
                 f"{count} sequences were forgotten in memory alone: the database could not be opened, and may hold more"
                 f" ({self._store_error}); forget again once it answers, with `agentspec cache forget` or a cache opened"
-                " anew",
+                " again",
                 count,
             )
         return count
@@ -267,11 +298,13 @@ class SuffixCache:
     def leave_behind(self, reason: str) -> None:
         """Called in a forked process: every use raises `CacheClosedError` with `reason`; the parent's stays open.
 
-        Waits for nothing: a thread that was not copied may hold any lock. Databases leave their connections themselves.
+        Waits for nothing: a thread that was not copied may hold any lock.
         """
         self._left_behind = True
         self._maintenance = None
         self._pool.leave_behind(reason)
+        for database in {one.database for one in (self._store, self._state) if one}:
+            database.leave_behind(reason)
 
     def __enter__(self) -> SuffixCache:
         return self
@@ -297,10 +330,10 @@ class SuffixCache:
         return cache
 
     def _maintenance_thread(self) -> MaintenanceThread | None:
-        """The thread; a cache in memory starts it when there is work beside the requests. None at its end."""
+        """The thread; a cache in memory starts it when there is work besides the requests. None at its end."""
         with self._starting:
             if self._maintenance is None and not self._pool.namespaces.stopping:
-                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.eviction.relieve)
+                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.relieve)
             return self._maintenance
 
     def _relieve_soon(self) -> None:
@@ -316,7 +349,13 @@ class SuffixCache:
             done.callback(self._deleter.maintain)
             if self._sync:
                 done.callback(self._sync.follow)
-            done.callback(self._pool.namespaces.eviction.relieve)
+            done.callback(self._pool.namespaces.relieve)
+
+
+def _require_bytes(**limits: object) -> None:
+    for name, limit in limits.items():
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}", param=name)
 
 
 def namespace_of(value: str | Namespace) -> Namespace:

@@ -51,7 +51,6 @@ class StoreSync:
         return self._store.disk_bytes() + self._segments.total_bytes()
 
     def figures(self) -> dict[str, Any]:
-        """The fields of `CacheStats` that a cache in memory does not have."""
         store, segments = self._store, self._segments
         return {
             "disk_bytes": self.disk_bytes(),
@@ -234,7 +233,6 @@ class StoreSync:
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes segments."""
         return self._store.mode == "writer" and self._segments.exists
 
     def _lacks(self, partition: Partition, least: int, share: float) -> bool:

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agentspec.cache.chains import Chain
-from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache.index import DEPTH, Chain, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.prediction import PredictedText
 from agentspec.speculation.governor import LatencyGoal, RequestStats

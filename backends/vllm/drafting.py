@@ -16,7 +16,7 @@ from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestS
 from agentspec.backends.engine_plugin.rounds import FailureLog, RoundStats, SearchOrder
 from agentspec.backends.vllm.padding import ChainPadding
 from agentspec.backends.vllm.step_cost import LIKELY, StepTimeModel, TrialSteps
-from agentspec.cache.chains import ChainTurn, StepCurve, propose_chains
+from agentspec.cache.index import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
 from agentspec.speculation.governor import RequestStats
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache.chains import StepCurve
+from agentspec.cache.index import StepCurve
 from agentspec.speculation.cost import KNOTS, CostModel
 
 _FINEST = (KNOTS[-1] - 1).bit_length()

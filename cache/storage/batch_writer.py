@@ -94,7 +94,6 @@ class BatchWriter(Generic[Job]):
                 )
 
     def waiting(self) -> list[Job]:
-        """The jobs that are not committed yet, oldest first."""
         with self._changed:
             return [*self._taken, *self._jobs]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +22,6 @@ Upsert = sqlite.Insert | postgresql.Insert
 FAILURES = (exc.DBAPIError, exc.TimeoutError)
 """What a database raises that does not answer; the second where all connections of this process stay in use."""
 
-_open: weakref.WeakSet[Database] = weakref.WeakSet()
 _LEFT: list[sa.Pool] = []
 _AGAIN = 60.0  # seconds until what could not be rewritten is tried again
 _REWRITTEN = 512 << 20  # bytes; rewriting more would keep other processes from writing for too long
@@ -49,7 +46,6 @@ class Database(ABC):
     def _refuse_when_closed(self) -> None:
         """Let no connection of the engine be made after `close` or in a forked process: it would make itself again."""
         event.listen(self.engine, "do_connect", self._require_open)
-        _open.add(self)
 
     @property
     def closed(self) -> bool:
@@ -107,7 +103,7 @@ class Database(ABC):
 
     @abstractmethod
     def secure_erase(self, *, rewrite: bool) -> bool:
-        """Erase every byte of deleted rows, with `rewrite` by writing the tables anew; false as in `shrink`."""
+        """Erase every byte of deleted rows, with `rewrite` by writing the tables again; false as in `shrink`."""
 
     def mark_damage(self) -> None:
         """Let the next writer that opens the database save what can be read of it, where that can be done."""
@@ -130,10 +126,9 @@ class Database(ABC):
         refused = isinstance(error, exc.DataError | exc.IntegrityError)
         return refused or isinstance(getattr(error, "orig", error), ValueError | TypeError | OverflowError)
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         """Called in a forked process: neither use nor close the parent's connections, and make none."""
-        opener = f"this cache was opened by process {os.getppid()}"
-        self._closed_because = f"{opener}; a forked process cannot use it: open it again in this one"
+        self._closed_because = reason
         _LEFT.append(self.engine.pool)  # closing a copy of a connection would end the parent's
         self.engine.dispose(close=False)
 
@@ -142,16 +137,6 @@ class Database(ABC):
         """Close the connections and stop being the writer; what comes later raises `CacheClosedError`. Idempotent."""
         self._closed_because = self._closed_because or "this cache is closed"
         self.engine.dispose()
-
-
-def _leave_all() -> None:
-    global _open
-    databases, _open = list(_open), weakref.WeakSet()
-    for database in databases:
-        database.leave_behind()
-
-
-os.register_at_fork(after_in_child=_leave_all)
 
 
 class PendingErasure:

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ _KINDS: Kinds = (
 class KnownDeletions:
     """Which deletion was the last that this process knew of, at any time since it opened the database.
 
-    It counts seconds by a clock that nobody sets.
+    It counts seconds by a clock that cannot be set.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -49,12 +48,10 @@ class KnownDeletions:
 
 
 def last(connection: sa.Connection) -> int:
-    """Number of the newest deletion."""
     return int(connection.execute(sa.select(sa.func.max(deletions.c.id))).scalar() or 0)
 
 
 def since(connection: sa.Connection, number: int) -> list[tuple[int, Scope]]:
-    """The deletions after `number`, oldest first."""
     query = sa.select(deletions).where(deletions.c.id > number).order_by(deletions.c.id)
     return [(row.id, _scope(row)) for row in connection.execute(query)]
 
@@ -68,7 +65,7 @@ def _scope(row: sa.Row[Any]) -> Scope:
 
 def search(connection: sa.Connection, selection: Selection, after: int = 0) -> tuple[list[int], int]:
     """The ids of the rows beyond `after` that a selection matches, and the last row that was looked at."""
-    ids = [] if selection.tenant is None else _misplaced(connection, selection, selection.tenant, after)
+    ids: list[int] = []
     columns: Sequence[Any] = (sequences,) if selection.searched else (sequences.c.id,)
     query = sa.select(*columns).where(*_conditions(selection), sequences.c.id > after).order_by(sequences.c.id)
     last = after
@@ -88,18 +85,6 @@ def _holds(row: sa.Row[Any], selection: Selection) -> bool:
     except CacheFormatError:
         return True
     return selection.holds(np.concatenate((record.context, record.tokens)))
-
-
-def _misplaced(connection: sa.Connection, selection: Selection, tenant: str, after: int) -> list[int]:
-    """Damaged rows under another tenant's name in a namespace of this tenant, whose they may be."""
-    theirs = sa.select(sequences.c.namespace).where(sequences.c.tenant == tenant)
-    query = sa.select(sequences.c.id, *(sequences.c[name] for name in codec.NAMES)).where(
-        *_conditions(replace(selection, tenant=None)),
-        sequences.c.namespace.in_(theirs),
-        sequences.c.tenant != tenant,
-        sequences.c.id > after,
-    )
-    return [row.id for row in connection.execute(query) if not codec.names_agree(row)]
 
 
 def _conditions(selection: Selection) -> list[sa.ColumnElement[bool]]:

@@ -23,7 +23,6 @@ from agentspec.cache.storage.schema import VERSION, damaged, meta, metadata
 from agentspec.cache.storage.sqlite import SqliteDatabase
 from agentspec.errors import (
     CacheFormatError,
-    CacheLockedError,
     CacheUnavailableError,
     CacheVersionError,
     ConfigurationError,
@@ -34,23 +33,21 @@ _log = logging.getLogger(__name__)
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 
 
-def open_database(target: str | Path) -> Database:
-    """The database at an address, or in a folder, which is created if missing. Raises as `SequenceStore.open`."""
+@contextmanager
+def opening(target: str | Path) -> Iterator[Database]:
+    """The database at an address, or in a folder, which is created if missing; closed again where the block fails.
+
+    Raises as `SequenceStore.open`, also for what the block raises.
+    """
     if not isinstance(target, str | Path) or not str(target).strip() or "\0" in str(target):
         message = (
             f"path must be a folder, or the address of a database such as postgresql://user@host/name, not {target!r}"
         )
         raise ConfigurationError(message, param="path")
     try:
-        return PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
+        database: Database = PostgresDatabase(target) if _is_address(target) else SqliteDatabase(Path(target))
     except (OSError, RuntimeError) as error:  # the second: the home folder of an unknown user
         raise_unusable(str(target), error, transient=False)
-
-
-@contextmanager
-def opening(target: str | Path) -> Iterator[Database]:
-    """The database, closed again where the block fails; the block raises as `SequenceStore.open` does."""
-    database = open_database(target)
     try:
         yield database
     except BaseException as error:
@@ -64,20 +61,6 @@ def _is_address(target: str | Path) -> TypeGuard[str]:
     if isinstance(target, Path) and re.match(r"[a-z+]+:/", str(target)):
         raise ConfigurationError("path must be a string where it is an address, not a Path", param="path")
     return "://" in str(target)
-
-
-def acquire_writer(database: Database, mode: str) -> None:
-    """Become the writer, or with mode "auto" a candidate that succeeds the present one; a "follower" is neither.
-
-    If another process is the writer, mode "writer" raises `CacheLockedError`.
-    """
-    if mode == "follower":
-        return
-    try:
-        database.acquire_writer()
-    except CacheLockedError:
-        if mode == "writer":
-            raise
 
 
 def raise_unusable(name: str, error: BaseException, *, transient: bool) -> NoReturn:
@@ -140,13 +123,7 @@ def replace_damaged(database: Database) -> bool:
     if not (isinstance(database, SqliteDatabase) and database.is_writer and database.damage_mark.exists()):
         return False
     database.engine.dispose()
-    _replace(database.path)
-    database.connect()
-    database.damage_mark.unlink(missing_ok=True)
-    return True
-
-
-def _replace(path: Path) -> None:
+    path = database.path
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
     for ending in ("", "-wal", "-shm"):
         path.with_name(f"{path.name}.new{ending}").unlink(missing_ok=True)
@@ -154,7 +131,7 @@ def _replace(path: Path) -> None:
     fresh.connect()
     prepare(fresh)
     with fresh.writing() as connection, contextlib.closing(sqlite3.connect(path)) as old:
-        copied = copy_readable(old, connection)
+        copied = _copy_readable(old, connection)
     fresh.close()
     for ending in ("-wal", "-shm"):  # first: they must not be taken for the new one's
         with contextlib.suppress(FileNotFoundError):
@@ -166,9 +143,12 @@ def _replace(path: Path) -> None:
         " one is now %s, which also keeps what is forgotten from now on: delete it once you do not need it",
         *(path, copied, aside),
     )
+    database.connect()
+    database.damage_mark.unlink(missing_ok=True)
+    return True
 
 
-def copy_readable(old: sqlite3.Connection, new: sa.Connection) -> int:
+def _copy_readable(old: sqlite3.Connection, new: sa.Connection) -> int:
     """Copy the rows of our tables, from both ends up to what is damaged; returns how many."""
     old.text_factory = lambda data: data.decode(errors="surrogateescape")
     old.execute("PRAGMA writable_schema = ON")  # so that a file that lost its end can be opened, too

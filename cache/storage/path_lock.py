@@ -6,17 +6,15 @@ import contextlib
 import fcntl
 import os
 import time
-import weakref
 from pathlib import Path
 
 _PAUSE = 0.05  # seconds between two attempts
-_held: weakref.WeakSet[PathLock] = weakref.WeakSet()
 
 
 class PathLock:
     """An exclusive lock on the file `path`. The operating system releases it when the process ends, even if killed.
 
-    A forked child does not hold its parent's locks. Not thread-safe.
+    A forked child has to `leave` its parent's locks. Not thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +36,6 @@ class PathLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = file
             if self.is_held:
-                _held.add(self)
                 with contextlib.suppress(OSError):  # a full disk keeps the name out, not the lock
                     os.ftruncate(file, 0)
                     os.pwrite(file, str(os.getpid()).encode(), 0)
@@ -81,12 +78,3 @@ class PathLock:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-def _leave_all() -> None:
-    for lock in list(_held):
-        lock.leave()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_leave_all)

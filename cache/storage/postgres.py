@@ -94,19 +94,18 @@ class PostgresDatabase(Database):
                 except exc.DBAPIError as error:
                     _log.warning("no longer the writer of %s: %s", self.name, reason(error))
                     self._release_lease()
-            if self._is_candidate and not self._has_writer():
+            if self._is_candidate:
                 self._lease = self._acquire_lease()
-
-    def _has_writer(self) -> bool:
-        """Whether a session holds the lock. Asked often, and unlike `_acquire_lease` without a new connection."""
-        with self.engine.connect() as connection:
-            return bool(connection.exec_driver_sql(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {_HELD})").scalar())
 
     def confirm_writer(self, connection: sa.Connection) -> bool:
         query = f"SELECT EXISTS (SELECT FROM pg_locks WHERE {_HELD} AND pid = %s)"
         return self.is_writer and bool(connection.exec_driver_sql(query, (self._session,)).scalar())
 
     def _acquire_lease(self) -> sa.Connection:
+        with self.engine.connect() as connection:  # asked often: no connection is made while another process has it
+            holder = f"SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE {_HELD}"
+            if name := connection.exec_driver_sql(holder).scalar():
+                raise self._locked_by(str(name).removeprefix("agentspec writer: "))
         connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # a connection back in the pool would keep the lock
         try:
@@ -116,10 +115,13 @@ class PostgresDatabase(Database):
             if connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_WRITER}, {_KEY})").scalar_one():
                 self._session = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
                 return connection
-            raise CacheLockedError(f"{self.name} is written by {self._holder(connection)}; open it as a follower")
+            raise self._locked_by("another process")
         except BaseException:
             connection.close()
             raise
+
+    def _locked_by(self, holder: str) -> CacheLockedError:
+        return CacheLockedError(f"{self.name} is written by {holder}; open it as a follower")
 
     def _release_lease(self) -> None:
         lease, self._lease = self._lease, None
@@ -130,11 +132,6 @@ class PostgresDatabase(Database):
             lease.exec_driver_sql(f"SELECT pg_advisory_unlock({_WRITER}, {_KEY})")
         with contextlib.suppress(exc.SQLAlchemyError):
             lease.close()
-
-    def _holder(self, connection: sa.Connection) -> str:
-        query = f"SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE {_HELD}"
-        name = connection.exec_driver_sql(query).scalar()
-        return str(name).removeprefix("agentspec writer: ") if name else "another process"
 
     # Work.
 
@@ -195,14 +192,14 @@ class PostgresDatabase(Database):
         state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
         return state.startswith(_LIMITS) or super().is_refusal(error)
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         # Whenever the copies of the parent's connections are closed, nothing of it must reach the server.
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for connection in list(self._connections):
             if not connection.closed:
                 os.dup2(nowhere, connection.fileno(), inheritable=False)
         os.close(nowhere)
-        super().leave_behind()
+        super().leave_behind(reason)
 
     def close(self) -> None:
         with self._lock:

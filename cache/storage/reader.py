@@ -33,7 +33,7 @@ class SequenceReader:
     """
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
         self.last_id = 0  # rows up to this id were read, or skipped on purpose
         self._newest = 0  # the newest row when `poll` or `position` looked last
         self._whole_at = time.monotonic()  # when what was read last was all there was
@@ -117,20 +117,19 @@ class SequenceReader:
         return list(self._sound(piece))
 
     def records(self) -> Iterator[SequenceRecord]:
-        """Every sequence, oldest first, read as they are asked for."""
         return self._records((), 0, self._newest_id())
 
     def problems(self) -> list[str]:
         """The problems of the database: faults in its structure, and every sequence that is damaged."""
         try:
             with self._answering():
-                found = self._database.problems()
+                found = self.database.problems()
             self._damaged = {}
             for _ in self.records():
                 pass
         except CacheError as error:
             return [str(error)]
-        return [f"{self._database.name}: {problem}" for problem in (*found, *self._damaged.values())]
+        return [f"{self.database.name}: {problem}" for problem in (*found, *self._damaged.values())]
 
     # How.
 
@@ -165,12 +164,12 @@ class SequenceReader:
     def _leave_out(self, id_: int, why: str) -> None:
         if not self._damaged:
             advice = "it is left out, like all that are damaged; `agentspec cache verify` lists them"
-            _log.warning("%s: sequence %d: %s; %s", self._database.name, id_, why, advice)
+            _log.warning("%s: sequence %d: %s; %s", self.database.name, id_, why, advice)
         self._damaged[id_] = f"sequence {id_}: {why}"
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
-        with self._answering(), self._database.engine.connect() as connection:
+        with self._answering(), self.database.engine.connect() as connection:
             yield connection
 
     @contextlib.contextmanager
@@ -178,9 +177,9 @@ class SequenceReader:
         try:
             yield
         except FAILURES as error:
-            if self._database.is_transient(error):
-                raise CacheUnavailableError(f"{self._database.name} cannot be read: {reason(error)}") from error
-            raise damaged(self._database.name, reason(error)) from error
+            if self.database.is_transient(error):
+                raise CacheUnavailableError(f"{self.database.name} cannot be read: {reason(error)}") from error
+            raise damaged(self.database.name, reason(error)) from error
 
 
 def _rows(namespace: Namespace, until: int | None) -> list[sa.ColumnElement[bool]]:

@@ -1,4 +1,4 @@
-"""The tables of a cache's databases: the sequences, and what is stored beside them."""
+"""The tables of a cache's databases: the sequences, and what is stored besides."""
 
 from __future__ import annotations
 

@@ -86,7 +86,6 @@ class Segment:
         return any(scope.covers(session, created_at) for session, created_at in oldest.items())
 
     def head(self) -> bytes:
-        """The bytes before the index."""
         space = self.namespace
         names = [
             _encode(name) for name in (space.tenant, space.model_fingerprint, space.tokenizer_hash, space.template_hash)
@@ -269,7 +268,6 @@ class SegmentFolder:
             return []
 
     def total_bytes(self) -> int:
-        """Size of all files."""
         total = 0
         with contextlib.suppress(OSError):
             for path in self._files(_SUFFIX, _NEW):
@@ -345,7 +343,6 @@ class SegmentFolder:
             self._known = None if self._known is None else self._known - size
 
     def clear(self) -> None:
-        """Delete all segments, to make room."""
         try:
             self._delete_if(lambda path: True, _SUFFIX)
         except OSError as error:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,18 +22,19 @@ from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.storage import codec, deletion_log
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason, write_rows
-from agentspec.cache.storage.disk_budget import DiskBudget
-from agentspec.cache.storage.opening import acquire_writer, opening, prepare, replace_damaged
+from agentspec.cache.storage.opening import opening, prepare, replace_damaged
 from agentspec.cache.storage.reader import SequenceReader
 from agentspec.cache.storage.schema import damaged, sequences
 from agentspec.cache.storage.segments import SegmentFolder
 from agentspec.cache.tokens import SequenceRecord
-from agentspec.errors import CacheDamagedError, CacheError
+from agentspec.errors import CacheDamagedError, CacheError, CacheLockedError
 from agentspec.types import Namespace
 
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
 _ROOM = 64 << 20  # bytes of outputs that may wait while the database cannot be written
 _LINGER = 0.05  # seconds that an output waits for others: a transaction of its own writes ten times its size
+_ROW_BYTES = 512  # that a sequence takes besides its tokens, in the table and in its indexes
+_SHARE = 20  # measuring takes at most 1/20 of the time
 _JOB_BYTES = 1024  # of the Python objects around an output
 _WAITING = 1 << 20  # tokens that `add_missing` puts before it waits until they are written
 _log = logging.getLogger(__name__)
@@ -47,12 +49,14 @@ class SequenceStore(SequenceReader):
     def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
         super().__init__(database)
         self.segments = segments
-        self._budget = budget
+        self.name, self.folder, self.disk_limit = database.name, database.folder, budget.limit
+        self.enforce_budget = budget.enforce
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
         self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
-        self.last_deletion = self._newest_deletion()  # the last one applied here
+        with self._reading() as connection:
+            self.last_deletion = deletion_log.last(connection)  # the last one applied here
         first = secrets.randbits(62)
         self._own_numbers, self.numbering = range(first, first + (1 << 32)), count(first)
         # Last: its thread would not end if anything before failed.
@@ -81,7 +85,12 @@ class SequenceStore(SequenceReader):
         for another user, and `ConfigurationError` if `target` cannot be a database.
         """
         with opening(target) as database:
-            acquire_writer(database, mode)
+            try:
+                if mode != "follower":
+                    database.acquire_writer()
+            except CacheLockedError:
+                if mode == "writer":
+                    raise
             database.connect()
             segments = SegmentFolder(database.folder)
             if replace_damaged(database):
@@ -90,41 +99,18 @@ class SequenceStore(SequenceReader):
             return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
 
     @property
-    def name(self) -> str:
-        """The database, for messages."""
-        return self._database.name
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the database's files; None for a database server."""
-        return self._database.folder
-
-    @property
-    def database(self) -> Database:
-        """The database, for what else is kept in it."""
-        return self._database
-
-    @property
     def mode(self) -> Literal["writer", "follower"]:
-        return "writer" if self._database.is_writer else "follower"
+        return "writer" if self.database.is_writer else "follower"
 
     @property
     def error(self) -> str | None:
-        """Why sequences cannot be written now; None if they can."""
         return self._writer.error
 
     @property
     def dropped(self) -> int:
-        """How many writes were dropped."""
         return self._writer.dropped
 
-    @property
-    def disk_limit(self) -> int | None:
-        """Bytes that database and segments may take together; None: no limit."""
-        return self._budget.limit
-
     def put(self, record: SequenceRecord) -> None:
-        """Queue a sequence for writing; `flush` waits until it is durable."""
         self._writer.put(record)
 
     def add_missing(self, records: Iterable[SequenceRecord]) -> tuple[int, int]:
@@ -168,22 +154,12 @@ class SequenceStore(SequenceReader):
 
     def renew_lease(self) -> bool:
         """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""
-        before = self._database.is_writer
-        self._database.renew_lease()
-        elected = self._database.is_writer and not before
+        before = self.database.is_writer
+        self.database.renew_lease()
+        elected = self.database.is_writer and not before
         if elected:
             self._erasure.mark()
         return elected
-
-    def enforce_budget(self) -> None:
-        """Keep the database within its budgets, whichever process wrote to it. Called periodically."""
-        self._budget.enforce()
-
-    def examine(self) -> None:
-        """Check the whole database. Raises `CacheDamagedError` if something is wrong with its structure."""
-        with self._answering():
-            if found := self._database.problems():
-                raise damaged(self.name, found[0])
 
     # Deletions.
 
@@ -200,38 +176,36 @@ class SequenceStore(SequenceReader):
         their memory by `pending_deletions`. Raises `CacheError` if the deletion fails or the database is damaged, and
         nothing is deleted then.
         """
-        if rewrite:
-            self.examine()  # a search does not meet all damage, and misses what it hides
+        with self._answering():  # a search does not meet all damage, and misses what it hides
+            problems = self.database.problems() if rewrite else []
+        if problems:
+            raise damaged(self.name, problems[0])
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
             self._writer.flush()
         try:
             return self._delete(selection, rewrite)
         except FAILURES as error:
-            if self._database.is_damage(error):
+            if self.database.is_damage(error):
                 raise damaged(self.name, f"nothing was forgotten: {reason(error)}") from error
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
 
     def _delete(self, selection: Selection, rewrite: bool) -> int:
-        with self._database.engine.connect() as connection:  # does not keep others from writing
+        with self.database.engine.connect() as connection:  # does not keep others from writing
             found = deletion_log.search(connection, selection)
         number = 0
         try:
-            with self._database.writing() as connection:
+            with self.database.writing() as connection:
                 count, number = deletion_log.delete(connection, selection, found)
                 self._own[number] = selection
                 others = sum(forget(connection, selection) for forget in self.also_forgets)
         except BaseException as error:  # another deletion will get the number
             self._own.pop(number, None)
             if isinstance(error, CacheDamagedError):
-                self._database.mark_damage()
+                self.database.mark_damage()
             raise
         if count + others:
             self._erasure.mark(rewrite=rewrite)
         return count
-
-    def _newest_deletion(self) -> int:
-        with self._reading() as connection:
-            return deletion_log.last(connection)
 
     def pending_deletions(self) -> list[tuple[int, Scope]]:
         """(number, scope) of the deletions that this process has not applied to its memory yet."""
@@ -266,7 +240,7 @@ class SequenceStore(SequenceReader):
         try:
             self._erasure.finish(now=now)
         except FAILURES as error:
-            raise CacheError(f"deleted, but bytes may be left in {self._database.name}: {reason(error)}") from error
+            raise CacheError(f"deleted, but bytes may be left in {self.database.name}: {reason(error)}") from error
 
     @property
     def erasure_pending(self) -> bool:
@@ -281,18 +255,18 @@ class SequenceStore(SequenceReader):
             self.secure_erase(now=True)
             if not self.erasure_pending:
                 return
-        raise CacheError(f"{self._database.name} is in use: not everything could be given back, try again later")
+        raise CacheError(f"{self.database.name} is in use: not everything could be given back, try again later")
 
     def disk_bytes(self) -> int:
         """Size of the database with its journal; the last known size if it does not answer."""
         with contextlib.suppress(*FAILURES, OSError):
-            self._disk_bytes = self._database.disk_bytes()
+            self._disk_bytes = self.database.disk_bytes()
         return self._disk_bytes
 
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""
         self._writer.close()
-        self._database.close()
+        self.database.close()
 
     # In the writer's thread.
 
@@ -308,13 +282,13 @@ class SequenceStore(SequenceReader):
         # First, while others may write.
         encoded = {id(job): codec.encode(job) for job in jobs}
         # A sequence becomes durable when this transaction commits, at the end of the block.
-        with self._database.writing() as connection:
+        with self.database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
             allowed, dropped = self._allowed(jobs, deletion_log.since(connection, self.last_deletion))
             added = [encoded[id(job)] for job in allowed]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
-            insert = self._database.insert(sequences).on_conflict_do_nothing()
-            return dropped + write_rows(self._database, connection, insert, added)
+            insert = self.database.insert(sequences).on_conflict_do_nothing()
+            return dropped + write_rows(self.database, connection, insert, added)
 
     def _allowed(
         self, jobs: Iterable[SequenceRecord], deletions: Sequence[tuple[int, Scope]]
@@ -338,6 +312,74 @@ class SequenceStore(SequenceReader):
         if not (scope.concerns(job.namespace) and scope.covers(job.session, job.created_at)):
             return False
         return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
+
+
+class DiskBudget:
+    """`limit` bounds the bytes of database and segments, `tenant_limit` the bytes of each tenant's sequences."""
+
+    def __init__(
+        self, database: Database, segments: SegmentFolder, limit: int | None, tenant_limit: int | None
+    ) -> None:
+        self.limit = limit
+        self.database = database
+        self._segments = segments
+        self._tenant_limit = tenant_limit
+        self._measured_until = 0.0
+
+    def enforce(self) -> None:
+        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
+        if not self.database.is_writer:
+            return
+        if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
+            begun = time.monotonic()
+            self._enforce_shares(self._tenant_limit)
+            now = time.monotonic()
+            self._measured_until = now + _SHARE * (now - begun)
+        # Only the writer makes segments, so that there are no more of them than it knows.
+        if self.limit is None or self.database.disk_bytes() + self._segments.known_bytes() <= self.limit:
+            return
+        if self.database.disk_bytes() + self._segments.total_bytes() > self.limit:
+            self._segments.clear()  # segments go first: the database can restore them
+            if self.database.disk_bytes() > self.limit:
+                self._enforce_limit(self.limit)
+
+    def _enforce_shares(self, limit: int) -> None:
+        for tenant, taken in self._tenants():
+            if taken > limit:
+                self._delete_oldest(tenant, taken - limit + limit // 16)
+
+    def _enforce_limit(self, limit: int) -> None:
+        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
+        while self.database.shrink() and (excess := self.database.disk_bytes() - limit) > 0:
+            tenants = self._tenants()
+            # Of a tenant whose name is damaged nothing is found: then the next largest gives.
+            if not any(self._delete_oldest(one, max(taken // 8, min(excess, taken // 2))) for one, taken in tenants):
+                return
+
+    def _tenants(self) -> list[tuple[str, int]]:
+        """(tenant, bytes), the largest first."""
+        tenant = sequences.c.tenant
+        taken = sa.func.sum(sequences.c.size) + _ROW_BYTES * sa.func.count()
+        query = sa.select(tenant, taken).group_by(tenant).order_by(taken.desc())
+        with self.database.engine.connect() as connection:
+            return [(tenant, int(size)) for tenant, size in connection.execute(query)]
+
+    def _delete_oldest(self, tenant: str, size: int) -> bool:
+        """Delete about `size` bytes; false where another process has become the writer, or there is none."""
+        theirs = sequences.c.tenant == tenant
+        query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
+        with self.database.writing() as connection:
+            if not self.database.confirm_writer(connection):
+                return False
+            last = 0
+            with connection.execute(query.execution_options(yield_per=1024)) as rows:
+                for row in rows:
+                    last = row.id
+                    size -= (row.size if isinstance(row.size, int) else 0) + _ROW_BYTES  # SQLite keeps any value
+                    if size <= 0:
+                        break
+            gone = connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount
+            return gone > 0
 
 
 def _size(job: SequenceRecord) -> int:

@@ -1,4 +1,4 @@
-"""SQLite: one database file in a folder, with a write-ahead log beside it."""
+"""SQLite: one database file in a folder, with a write-ahead log next to it."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ class SqliteDatabase(Database):
 
     def connect(self) -> None:
         for suffix in ("-wal", "-shm"):
-            if (beside := self.path.with_name(self.path.name + suffix)).is_symlink():
+            if (other := self.path.with_name(self.path.name + suffix)).is_symlink():
                 raise ConfigurationError(
-                    f"{beside} is a symbolic link, which is not followed: put the file itself there"
+                    f"{other} is a symbolic link, which is not followed: put the file itself there"
                 )
         self._file = _made_private(self.path)
 
@@ -137,7 +137,7 @@ class SqliteDatabase(Database):
         if self._is_moved():
             raise CacheUnavailableError(
                 f"{self.name} was deleted or replaced while it was open, and is neither read nor written any more:"
-                " open the cache anew, or restart the server"
+                " open the cache again, or restart the server"
             )
 
     @contextmanager
@@ -213,9 +213,11 @@ class SqliteDatabase(Database):
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         return code != sqlite3.SQLITE_CONSTRAINT_TRIGGER and super().is_refusal(error)  # such a trigger is none of ours
 
-    def leave_behind(self) -> None:
+    def leave_behind(self, reason: str) -> None:
         SqliteDatabase._forked = True
-        super().leave_behind()
+        if self._lock:
+            self._lock.leave()
+        super().leave_behind(reason)
 
     def close(self) -> None:
         super().close()
@@ -252,8 +254,8 @@ class MemoryDatabase(SqliteDatabase):
     def secure_erase(self, *, rewrite: bool) -> bool:
         return True  # a connection's pages are overwritten as rows are deleted
 
-    def leave_behind(self) -> None:
-        Database.leave_behind(self)
+    def leave_behind(self, reason: str) -> None:
+        Database.leave_behind(self, reason)
 
 
 def _made_private(path: Path) -> tuple[int, int]:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache.chains import Chain, ChainTurn, StepCurve, propose_chains
-from agentspec.cache.index import Sourced
+from agentspec.cache.index import Chain, ChainTurn, Sourced, StepCurve, propose_chains
 from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.speculation.governor import allocate_budget

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import shutil
 import signal
 import sqlite3
@@ -418,26 +417,6 @@ def test_what_cannot_be_erased_yet_is_told(tmp_path: Path) -> None:
         assert not cache.stats().erasure_pending and not traces(tmp_path, np.array(CANARY), blobs)
 
 
-def test_a_deletion_of_nothing_rewrites_nothing(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache:
-        for number in range(40):
-            record(cache, text(number, 5000), [1], session="s")
-        cache.compact()
-        size = (tmp_path / DATABASE).stat().st_size
-        before = written()
-        assert cache.forget(session="none") == 0
-        assert written() - before < size / 4
-        before = written()
-        record(cache, [10, 11, 12], [1], session="t")
-        assert cache.forget(session="t") == 1
-        assert written() - before > size
-
-
-def written() -> int:
-    """Bytes that this process gave the system to write."""
-    return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
-
-
 @pytest.mark.parametrize("mode", [None, "writer", "follower"])
 def test_a_process_keeps_to_its_retention_by_itself(tmp_path: Path, mode: Literal["writer", "follower"] | None) -> None:
     """In memory, and where an output could not be written, so that nothing in the database says when its term ends."""
@@ -665,6 +644,7 @@ def test_ages_are_seconds_or_a_timedelta() -> None:
         ({"session": 5}, "session"),
         ({"text": "x"}, "text"),
         ({"text": "", "decode": str}, "text"),
+        ({"text": "a", "decode": 5}, "decode"),
         ({"older_than": -1}, "older_than"),
         ({"older_than": "30d"}, "older_than"),
         ({"older_than": float("nan")}, "older_than"),

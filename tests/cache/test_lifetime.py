@@ -64,23 +64,6 @@ def test_daemon_threads_that_draft_do_not_abort_the_end(tmp_path: Path, times: i
         run(DRAFTING, "-" if turn % 2 else tmp_path)
 
 
-@pytest.mark.slow
-def test_threads_that_use_an_index_directly_neither(tmp_path: Path) -> None:
-    program = """
-from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
-index, drafter = SuffixIndex(), IndexDrafter()
-index.append(1, text(0, 50_000))
-def work():
-    while True:
-        propose_batch([(drafter, [(index, 1)], text(1, 30), 32, 0.0, False)])
-for _ in range(4):
-    threading.Thread(target=work, daemon=True).start()
-time.sleep(0.1)
-"""
-    for _ in range(3):
-        run(program, "-")
-
-
 ENDS = {
     "end": ("", 0),
     "exit": ("sys.exit(3)", 3),
@@ -210,26 +193,6 @@ def test_after_a_rolling_restart_the_second_process_does_the_writers_work(
         wait(lambda: (second.stats().sequences, len(outputs(location))) == (0, 0))
         with pytest.raises(CacheLockedError):
             SuffixCache.open(location, mode="writer")
-
-
-@pytest.mark.slow
-def test_it_keeps_the_budget_and_writes_segments(location: str | Path) -> None:
-    first = SuffixCache.open(location, mode="writer")
-    limit = (1 << 20) + (0 if isinstance(location, Path) else 800_000)  # what PostgreSQL's partitions take when empty
-    with SuffixCache.open(location, disk_bytes=limit) as second:
-        for number in range(5):
-            record(second, text(number, 40_000), session=f"s{number}")
-        second.flush()
-        assert second.stats().disk_bytes > 1 << 19
-        first.close()
-        wait(lambda: second.stats().mode == "writer")
-        for number in range(5, 10):
-            record(second, text(number, 40_000), session=f"s{number}")
-        wait(lambda: 0 < len(outputs(location)) < 10 and second.stats().disk_bytes <= limit)
-    if isinstance(location, Path):
-        with SuffixCache.open(location) as cache:
-            assert cache.compact() > 0  # it is the writer
-            assert list(location.glob("*.segment"))
 
 
 HOLDER = """

@@ -12,7 +12,7 @@ import pytest
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import PartlyForgottenError
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheClosedError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheClosedError
 from agentspec.types import Namespace
 
 
@@ -81,32 +81,6 @@ def test_use_after_close() -> None:
         with pytest.raises(CacheClosedError):
             use()
     request.close()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"memory_bytes": 0},
-        {"memory_bytes": "1MiB"},
-        {"disk_bytes": -1},
-        {"mode": "reader"},
-        {"path": "sqlite://u:p@h"},
-    ],
-)
-def test_settings_that_cannot_work(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(settings))) as caught:
-        SuffixCache.open(**settings)  # type: ignore[arg-type]
-    assert "u:p" not in str(caught.value)
-
-
-def test_bad_requests() -> None:
-    with SuffixCache.open() as cache:
-        for prompt in ([1.0], [-1], [[1]]):
-            with pytest.raises(InvalidRequestError):
-                cache.request(prompt)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError, match="session"):
-            cache.request([1], session=5)  # type: ignore[arg-type]
-        assert cache.stats().requests == 0
 
 
 def test_threads_use_one_cache() -> None:

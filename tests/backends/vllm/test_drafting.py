@@ -14,7 +14,7 @@ from agentspec.backends.engine_plugin.request_state import PrivateCache, Request
 from agentspec.backends.vllm import drafting
 from agentspec.backends.vllm.drafting import ServerDrafter
 from agentspec.cache import SuffixCache
-from agentspec.cache.chains import StepCurve
+from agentspec.cache.index import StepCurve
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 

@@ -35,23 +35,6 @@ class Disk:
         return BatchWriter(self.commit, name="test", is_transient=is_transient, room=room, linger=linger)
 
 
-def test_flush_waits_and_what_gathers_is_committed_together() -> None:
-    disk = Disk()
-    disk.go.clear()
-    writer = disk.writer()
-    for job in range(10):
-        writer.put(job)
-    disk.go.set()
-    writer.flush()
-    assert disk.written == list(range(10))
-    assert disk.calls <= 2
-    writer.put(10)
-    writer.close()
-    writer.put(11)
-    writer.close()
-    assert disk.written == list(range(11))
-
-
 @given(room=st.integers(1, 8), count=st.integers(1, 20))
 def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     disk = Disk()

@@ -247,17 +247,6 @@ def test_a_damaged_value_costs_its_row_alone(tmp_path: Path, change: str) -> Non
         assert knows(follower, text(GOOD - 1, 40), "t0")
 
 
-@pytest.mark.parametrize("change", ["tenant = 't1'", f"namespace = '{Namespace('t1').key}'"])
-@pytest.mark.parametrize("tenant", ["t0", "t1"])
-def test_a_row_whose_names_disagree_is_forgotten_with_either_tenant(tmp_path: Path, change: str, tenant: str) -> None:
-    fill(tmp_path, 12)
-    execute(tmp_path, f"UPDATE sequences SET {change} WHERE id = {BAD}")
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.forget(tenant=tenant) in {4, 5}
-    assert execute(tmp_path, f"SELECT count(*) FROM sequences WHERE id = {BAD}") == [(0,)]
-    assert len(outputs(tmp_path)) in {7, 8}
-
-
 BYTES = "x'fffe00'"
 VALUES = [
     (DATABASE, "sequences", "namespace", BYTES),

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import _native
-from agentspec.cache.deletion import select
 from agentspec.cache.storage.segments import Coverage, Segment, load_index, read_segment, segment_of
 from agentspec.cache.tokens import SequenceMeta, Tokens
 from agentspec.errors import (
@@ -116,20 +115,6 @@ def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
         assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
     for token in range(50):
         assert loaded.count([token]) == index.count([token])
-
-
-def test_scopes_that_cover_it() -> None:
-    index, meta = an_index()
-    segment, _, _ = opened(packed(index, meta))
-    for conditions, expected in (
-        ({"session": "session 1 é"}, True),
-        ({"session": "session 3 é"}, False),  # that one has no name
-        ({"tenant": "tenant"}, True),
-        ({"tenant": "another"}, False),
-        ({"tokenizer": "another", "text": "x", "decode": str}, False),
-        ({"text": "x", "decode": str}, True),
-    ):
-        assert segment.covers(select(**conditions).scope) is expected, conditions  # type: ignore[arg-type]
 
 
 # Files that are not as they should be.
@@ -247,27 +232,6 @@ def test_a_run_that_holds_a_position_twice_is_refused() -> None:
     for wrong in (np.full_like(run, run[3]), np.append(run[:-1], run[0])):
         with pytest.raises(CacheDamagedError, match="twice"):
             opened(with_run(packed(index, meta), wrong))
-
-
-def test_forged_files_are_refused_or_safe() -> None:
-    """Whatever passes can be used: every draft is of tokens, and nothing is read outside."""
-    rng = np.random.default_rng(1)
-    data = packed(*an_index())
-    passed = 0
-    for _ in range(800):
-        forged = bytearray(data)
-        for _ in range(rng.integers(1, 4)):
-            at = int(rng.integers(0, len(data) - 8))
-            size = int(rng.integers(1, 9))
-            forged[at : at + size] = _number(rng, size)
-        passed += usable(sealed(bytes(forged)))
-    assert 0 < passed < 800
-
-
-def _number(rng: np.random.Generator, size: int) -> bytes:
-    extreme = [0, 1, 2 ** (8 * size) - 1, 2 ** (8 * size - 1)]
-    value = extreme[rng.integers(4)] if rng.random() < 0.5 else int.from_bytes(rng.bytes(size))
-    return value.to_bytes(size, "little")
 
 
 def usable(data: bytes) -> bool:

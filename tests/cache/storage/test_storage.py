@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -410,22 +410,6 @@ def test_a_tiny_budget_keeps_nothing_and_goes_on(location: str | Path) -> None:
         cache.flush()
         wait(lambda: outputs(location) == [])
         assert cache.stats().store_error is None
-
-
-@pytest.mark.slow
-def test_nothing_is_deleted_while_a_reader_keeps_its_room_from_being_returned(tmp_path: Path) -> None:
-    """Deleting more would not make the files smaller either."""
-    with SuffixCache.open(tmp_path, disk_bytes=400_000) as cache, ExitStack() as reading:
-        reader = reading.enter_context(closing(sqlite3.connect(tmp_path / DATABASE)))
-        reader.execute("BEGIN")
-        reader.execute("SELECT count(*) FROM sequences").fetchone()
-        for number in range(60):
-            record(cache, text(number, 2000))
-        cache.flush()
-        assert len(outputs(tmp_path)) == 60
-        reading.close()
-        wait(lambda: cache.stats().disk_bytes <= 400_000)
-        assert len(outputs(tmp_path)) > 10
 
 
 def test_a_follower_leaves_it_to_the_writer(location: str | Path) -> None:
