@@ -54,8 +54,8 @@ async def task_result(task: asyncio.Task[T]) -> T:
 async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel `tasks` and wait until all have ended; their results and errors are discarded.
 
-    Each task is cancelled only once, even if the caller is cancelled at every await, as a gateway does after its client
-    has disconnected: a second cancellation would interrupt a task that is closing its connections.
+    Each is cancelled only once, even if the caller is cancelled at every await, as by a gateway whose client has left:
+    a second cancellation would interrupt a task that is closing its connections.
     """
     for task in tasks:
         task.cancel()

@@ -45,9 +45,6 @@ class DelegationBackend(Strategy[DelegationSettings]):
         return cls(name, settings, roles, dependencies.traces)
 
     async def prepare(self) -> list[str]:
-        """As `Strategy.prepare`. Raises `ConfigurationError` for a model that neither continues messages nor takes
-        token ids.
-        """
         silent = []
         for role, model in self.roles.items():
             if role == "judge" and model is self.roles["base"]:
@@ -182,14 +179,14 @@ SHAPED = ("tools", "tool_choice", "response_format", "functions")
 
 
 def _checked(request: GenerateRequest) -> GenerateRequest:
-    if request.messages is None:
-        raise InvalidRequestError("a strategy's model takes messages: use chat completions", param="prompt")
-    if request.continue_final:
-        raise InvalidRequestError("a strategy's model does not continue messages", param="continue_final_message")
-    if request.sampling.n != 1 or request.extra.get("n") not in (None, 1):
-        raise InvalidRequestError("a strategy's model answers without n", param="n")
-    if request.extra.get("prompt_logprobs") is not None:
-        raise InvalidRequestError("a strategy's model answers without prompt_logprobs", param="prompt_logprobs")
+    for refused, reason, param in (
+        (request.messages is None, "takes messages: use chat completions", "prompt"),
+        (request.continue_final, "does not continue messages", "continue_final_message"),
+        (request.sampling.n != 1 or request.extra.get("n") not in (None, 1), "answers without n", "n"),
+        (request.extra.get("prompt_logprobs") is not None, "answers without prompt_logprobs", "prompt_logprobs"),
+    ):
+        if refused:
+            raise InvalidRequestError(f"a strategy's model {reason}", param=param)
     return request
 
 

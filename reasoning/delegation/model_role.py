@@ -166,10 +166,8 @@ class ModelRole:
         return self.tokenization is None
 
     @property
-    def tells_ends(self) -> bool:
-        """Whether a blank line can be told from the model's own end: by token ids, or by stop strings that the
-        endpoint names. That it names them is known from the first one on.
-        """
+    def knows_ends(self) -> bool:
+        """Whether a blank line differs from the model's own end: by token ids, or by stop strings that are named."""
         return self.tokenization is not None or self._names_stops
 
     async def check(self, think_start: str) -> None:
@@ -185,10 +183,7 @@ class ModelRole:
             raise ConfigurationError(f"the {self.role} model {self.model!r}: {error}; {advice}") from None
 
     async def open(self, request: GenerateRequest, think_start: str, prefill: str | None = None) -> Context:
-        """A context with `request`'s messages and the start of the thinking, or `prefill` instead.
-
-        Raises what the backend raises.
-        """
+        """A context with `request`'s messages and the start of the thinking, or `prefill` instead."""
         base = replace(request, model=self.model)
         if (tokenization := self.tokenization) is None:
             return MessageContext(base, think_start if prefill is None else prefill)

@@ -51,7 +51,7 @@ def _count(words: Sequence[str], text: str) -> int:
 
 
 async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinkingSettings) -> None:
-    """The small model writes paragraphs; behind each blank line three triggers are checked.
+    """The small model writes paragraphs; after each blank line three triggers are checked.
 
     They are, in this order: many doubts so far, mood words in what the small model would write next, and a
     verification in what the base model wrote instead. If the small model fails, or once `spend_tokens` are generated,
@@ -86,7 +86,7 @@ async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, 
     if peek is None:
         return
     thinking.propose(peek)
-    if peek.blank and peek.ending == "stop" and not thinking.roles["small"].tells_ends:
+    if peek.blank and peek.ending == "stop" and not thinking.roles["small"].knows_ends:
         await thinking.keep(peek)  # what was taken for a blank line was the small model's end
         return
     if mood(peek.text) != 0 or not settings.small_reasons:  # else the small model draws these words again

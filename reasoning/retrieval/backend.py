@@ -41,10 +41,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
         return cls(name, settings, dependencies.find(settings.base), dependencies.find_knowledge(settings.knowledge))
 
     async def prepare(self) -> list[str]:
-        """Ask the model only: a knowledge base that is down now may be up at the first request.
-
-        Raises `ConfigurationError` for a model that does not accept token ids.
-        """
+        """Ask the model only: a knowledge base that is down now may be up at the first request."""
         if not await answers(self.base.backend):
             return ["base"]
         if tokenization_of(self.base.backend) is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from agentspec.backends.base import Capabilities, Floats, is_local
 from agentspec.errors import ConfigurationError, NotReadyError
 from agentspec.protocol.speculation import KnnSpeculation
-from agentspec.reasoning.retrieval.datastore import Datastore, Keys, Values
+from agentspec.reasoning.retrieval.datastore import Datastore, Values
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.speculation.stride import RunningMean, os3
@@ -65,9 +65,12 @@ class DatastoreSearch:
         return [self._exact(query, near, count) for query, near in zip(queries, candidates, strict=True)]
 
     def _exact(self, query: Floats, near: Entries, count: int) -> Neighbours:
-        blocks = [self.store.keys[near[start : start + BLOCK]] for start in range(0, len(near), BLOCK)]
-        distances = np.concatenate([squared_distances(keys, query) for keys in blocks])
-        return nearest(near, distances, self.store.values[near], count)
+        """Each row's distance is summed by itself: other keys never change it."""
+        distances = list[Distances]()
+        for start in range(0, len(near), BLOCK):
+            differences = self.store.keys[near[start : start + BLOCK]].astype(np.float64) - query
+            distances.append(np.square(differences, out=differences).sum(axis=1))
+        return nearest(near, np.concatenate(distances), self.store.values[near], count)
 
 
 class NeighbourCache:
@@ -103,12 +106,6 @@ class NeighbourCache:
         best = np.argpartition(halves, min(count, len(halves)) - 1)[:count]
         distances = 2 * halves[best].astype(np.float64) + float(np.square(query, dtype=np.float64).sum())
         return nearest(self._entries[best], distances, self._store.values[self._entries[best]], count)
-
-
-def squared_distances(keys: Keys, query: Floats) -> Distances:
-    """Distances of `keys` [n, width] from `query` [width]. Each row is summed by itself: other keys never change it."""
-    differences = keys.astype(np.float64) - query
-    return np.asarray(np.square(differences, out=differences).sum(axis=1))
 
 
 def nearest(entries: Entries, distances: Distances, tokens: Values, count: int) -> Neighbours:
@@ -333,9 +330,7 @@ class KnnBackend(Strategy[KnnLmSettings]):
         return cls(name, settings, dependencies.find(settings.base))
 
     async def prepare(self) -> list[str]:
-        """Load the datastore onto the model's device, at 4 bytes a number. Raises `ConfigurationError` if the base is
-        no local model, and for a folder without a complete datastore of that model.
-        """
+        """Load the datastore onto the model's device, at 4 bytes a number."""
         model = self.base.backend
         if not is_local(model, "open_steps"):
             named = f"models.{self.name}: KNN-LM needs a local model: {self.base.model!r}"

@@ -28,11 +28,10 @@ SEPARATOR = "\n\n"  # between the document and the question
 # Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
 WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 REFUSED = ("n", "min_tokens")
-_UNREAD = (  # fields of a chat, which endpoints know and rounds of token ids do not
-    *("tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort", "chat_template"),
-    *("max_completion_tokens", "continue_final_message", "add_generation_prompt", "prompt_logprobs"),
+_OF_ENDPOINTS = (  # also the fields of a chat, which endpoints know and rounds of token ids do not
+    *(*WHOLE_ANSWER, "tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort"),
+    *("chat_template", "max_completion_tokens", "continue_final_message", "add_generation_prompt", "prompt_logprobs"),
 )
-_OF_ENDPOINTS = (*WHOLE_ANSWER, *_UNREAD)
 _DEFAULTS, _PLAIN = SamplingParams(), GenerateRequest("", text="")
 
 
@@ -198,7 +197,6 @@ class RoundGenerator:
     same tokens, provided that the backend's tokens depend only on prompt, sampling and seed."""
 
     backend: Backend
-    tokenization: Tokenization
     request: GenerateRequest
     prompt: DocumentPrompt
     limit: int
@@ -230,7 +228,7 @@ class RoundGenerator:
                 param="messages",
             )
         limit = wanted or min(ANSWER_TOKENS, ANSWER_TOKENS if room is None else room)
-        return cls(backend, tokenization, request, prompt, limit, _seed(request.sampling), whole)
+        return cls(backend, request, prompt, limit, _seed(request.sampling), whole)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -238,7 +236,7 @@ class RoundGenerator:
 
     @property
     def _spelling(self) -> Tokenization | WholeAnswer:
-        return self.tokenization if self.whole is None else self.whole
+        return self.prompt.tokenization if self.whole is None else self.whole
 
     async def begin(self) -> PartialAnswer:
         return await PartialAnswer.behind(self.prompt.tail, self._spelling)
@@ -249,9 +247,9 @@ class RoundGenerator:
         """
         said: Sequence[int] = answer.token_ids
         if self.whole is not None and self.request.tools:
-            said = await self.tokenization.tokenize(self.whole.text_of(answer.text))
+            said = await self.prompt.tokenization.tokenize(self.whole.text_of(answer.text))
         tokens = (*self.prompt.asked, *said)[-QUERY_TOKENS:]
-        return (await self.tokenization.detokenize(tokens)).strip(REPLACEMENT)
+        return (await self.prompt.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
     async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
         """Generate one more round, and return the extended answer. Cancelling the call cancels the backend's work.

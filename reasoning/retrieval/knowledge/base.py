@@ -133,7 +133,11 @@ class RetrievedDocuments:
             self.version, self.nbytes = version, 0
         for hits in found:
             for hit in reversed(hits):
-                self._add(hit)
+                _, before = self._hits.pop(hit.document.id, (None, 0))
+                features, written = hit.features, len(hit.document.text) + len(hit.document.title)
+                weighed = features.nbytes if hasattr(features, "nbytes") else TERM * len(features or ())
+                self._hits[hit.document.id] = (hit, OVERHEAD + written + weighed)
+                self.nbytes += OVERHEAD + written + weighed - before
         while self.nbytes > self._limit and self._hits:
             _, (_, nbytes) = self._hits.popitem(last=False)
             self.nbytes -= nbytes
@@ -146,11 +150,3 @@ class RetrievedDocuments:
         """All cached documents, the best for `query` first."""
         hits = [hit for hit, _ in self._hits.values()]
         return ranked(hits, metric.scores(query, hits)) if hits else []
-
-    def _add(self, hit: Hit) -> None:
-        _, before = self._hits.pop(hit.document.id, (None, 0))
-        features = hit.features
-        weighed = features.nbytes if hasattr(features, "nbytes") else TERM * len(features or ())
-        nbytes = OVERHEAD + len(hit.document.text) + len(hit.document.title) + weighed
-        self._hits[hit.document.id] = (hit, nbytes)
-        self.nbytes += nbytes - before

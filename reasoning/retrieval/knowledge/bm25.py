@@ -57,7 +57,7 @@ def weighed(query: Sequence[str], weights: Mapping[str, float]) -> float:
 class LexicalMetric:
     """BM25 over the cached documents alone; each hit carries the counts of its terms.
 
-    It approximates the ranking of a knowledge base whose own metric is unknown: it often agrees, but need not.
+    It approximates the ranking of a knowledge base with an unknown metric: it often agrees, but need not.
     """
 
     async def encode(self, text: str) -> Query:

@@ -66,11 +66,10 @@ def build(
     model: str | None = None,
     advance: Advance = lambda what, done: None,
 ) -> IndexManifest:
-    """Build an index of `documents` in `folder`, atomically; it replaces an existing index.
+    """Build an index of `documents` in `folder`, atomically; it replaces an existing index. A dense one is opened with
+    the embedding model named `model`. `advance` receives the kind of work, and how many more items are done.
 
-    A dense index is opened later with the embedding model named `model`. `advance` reports progress: the kind of work,
-    and how many more items are done. Raises `ConfigurationError` for an empty corpus, duplicate ids, and a folder that
-    holds something else than an index.
+    Raises `ConfigurationError` for an empty corpus, duplicate ids, and a folder that holds something else.
     """
     with _replacing(folder) as fresh:
         index = index_of(documents, kind, encoder, advance)
@@ -129,12 +128,9 @@ def index_of(
 
 
 def open_knowledge(settings: IndexSettings | RemoteSettings, name: str | None = None) -> KnowledgeBase:
-    """Open the knowledge base of a `[knowledge.NAME]` table. Blocks while it reads an index and an embedding model;
-    sends no request to a service.
+    """Open the knowledge base of a `[knowledge.NAME]` table. Blocks while it reads a folder; asks a service nothing.
 
-    Errors of a service call it `name`; without a name, by its address.
-    Raises `KnowledgeBaseError` for a folder that cannot be used, `ConfigurationError` for settings that cannot work,
-    `ModelUnavailableError` if the embedding model cannot be loaded.
+    Errors of a service call it `name`, or by its address. Raises as `open_folder` does, and `ModelUnavailableError`.
     """
     if isinstance(settings, IndexSettings):
         return open_folder(settings.path, load_encoder)

@@ -40,7 +40,7 @@ class _Answer(BaseModel):
 
 
 class RemoteKnowledge:
-    """A `KnowledgeBase` that queries a service, whose own ranking is unknown: cached documents are ranked by words."""
+    """A `KnowledgeBase` that queries a service with an unknown ranking: cached documents are ranked by words."""
 
     def __init__(
         self, settings: RemoteSettings, *, name: str | None = None, transport: Transport | None = None

@@ -1,7 +1,7 @@
 """SpecReason's published decisions, case by case; the expected steps were derived from the rule by hand.
 
-What a model writes next depends on the number of steps so far. Scores are listed for the steps that are scored, in
-order. Words and blank lines are one token each; a step may have six.
+What a model writes next depends on the number of steps so far; "|" is a blank line. Scores are listed for the steps
+that are scored, in order. Words and blank lines are one token each; a step may have six.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 from agentspec.reasoning.settings import SpecReasonSettings
 from tests.thinking_model import ThinkingModel, thinks
 
-S3 = ["s1\n\n", "s2\n\n", "s3 boxed\n\n"]
-B3 = ["b1\n\n", "b2\n\n", "b3 boxed\n\n"]
+S3 = ["s1|", "s2|", "s3 boxed|"]
+B3 = ["b1|", "b2|", "b3 boxed|"]
 
 
 @dataclass(frozen=True)
@@ -39,59 +39,47 @@ ALL_BASE = [f"b {text}" for text in B3]
 
 CASES = {
     # How the thinking ends.
-    "Answer:": Case("9", ["s Answer: 4\n\n"], small=["Answer: 4\n\n"]),
-    "ANSWER:": Case("9", ["s ANSWER: 4\n\n"], small=["ANSWER: 4\n\n"]),
-    "answer: is none": Case("99", ["s answer: 4\n\n", "s boxed\n\n"], small=["answer: 4\n\n", "boxed\n\n"]),
-    "boxed inside a word": Case("9", ["s unboxed\n\n"], small=["unboxed\n\n"]),
+    "Answer:": Case("9", ["s Answer: 4|"], small=["Answer: 4|"]),
+    "ANSWER:": Case("9", ["s ANSWER: 4|"], small=["ANSWER: 4|"]),
+    "answer: is none": Case("99", ["s answer: 4|", "s boxed|"], small=["answer: 4|", "boxed|"]),
+    "boxed inside a word": Case("9", ["s unboxed|"], small=["unboxed|"]),
     "an answer in a rejected draft": Case(
-        "199", ["b b1\n\n", "s s2\n\n", "s boxed\n\n"], small=["boxed\n\n", "s2\n\n", "boxed\n\n"], base=["b1\n\n"]
+        "199", ["b b1|", "s s2|", "s boxed|"], small=["boxed|", "s2|", "boxed|"], base=["b1|"]
     ),
-    "an answer in place of a draft": Case("1", ["b boxed\n\n"], base=["boxed\n\n"]),
-    "the same step at once": Case(
-        "999", ["s a\n\n", "s a\n\n", "s a\n\n"], small=["a\n\n", "a\n\n", "a\n\n"], ended="repeated"
-    ),
-    "the same step later": Case(
-        "999", ["s a\n\n", "s b\n\n", "s b\n\n"], small=["a\n\n", "b\n\n", "b\n\n"], ended="repeated"
-    ),
+    "an answer in place of a draft": Case("1", ["b boxed|"], base=["boxed|"]),
+    "the same step at once": Case("999", ["s a|", "s a|", "s a|"], small=["a|", "a|", "a|"], ended="repeated"),
+    "the same step later": Case("999", ["s a|", "s b|", "s b|"], small=["a|", "b|", "b|"], ended="repeated"),
     "the same step by the base model": Case(
-        "991",
-        ["s a\n\n", "s b\n\n", "b b\n\n"],
-        small=["a\n\n", "b\n\n", "c\n\n"],
-        base=["", "", "b\n\n"],
-        ended="repeated",
+        "991", ["s a|", "s b|", "b b|"], small=["a|", "b|", "c|"], base=["", "", "b|"], ended="repeated"
     ),
     "the same step with a space": Case(
-        "9999", ["s a\n\n", "s b\n\n", "s  b\n\n", "s boxed\n\n"], small=["a\n\n", "b\n\n", " b\n\n", "boxed\n\n"]
+        "9999", ["s a|", "s b|", "s  b|", "s boxed|"], small=["a|", "b|", " b|", "boxed|"]
     ),
-    "the step before the last": Case(
-        "9999", ["s a\n\n", "s b\n\n", "s a\n\n", "s boxed\n\n"], small=["a\n\n", "b\n\n", "a\n\n", "boxed\n\n"]
-    ),
-    "the budget is reached": Case("99", ["s s1\n\n", "s s2\n\n"], ended="budget", settings={"budget_tokens": 4}),
+    "the step before the last": Case("9999", ["s a|", "s b|", "s a|", "s boxed|"], small=["a|", "b|", "a|", "boxed|"]),
+    "the budget is reached": Case("99", ["s s1|", "s s2|"], ended="budget", settings={"budget_tokens": 4}),
     "the budget counts no rejected drafts": Case(
-        "11", ["b b1\n\n", "b b2\n\n"], ended="budget", settings={"budget_tokens": 4}
+        "11", ["b b1|", "b b2|"], ended="budget", settings={"budget_tokens": 4}
     ),
     "the step that reaches the budget is cut": Case(
-        "99", ["s s1\n\n", "s s2"], ended="budget", settings={"budget_tokens": 3}
+        "99", ["s s1|", "s s2"], ended="budget", settings={"budget_tokens": 3}
     ),
-    "a step without end is cut": Case("99", ["s a b c d e f", "s boxed\n\n"], small=["a b c d e f g\n\n", "boxed\n\n"]),
-    "an empty step is not scored": Case("9", ["b b1\n\n", "s boxed\n\n"], small=["", "boxed\n\n"]),
+    "a step without end is cut": Case("99", ["s a b c d e f", "s boxed|"], small=["a b c d e f g|", "boxed|"]),
+    "an empty step is not scored": Case("9", ["b b1|", "s boxed|"], small=["", "boxed|"]),
     # A mark that closes the thinking is removed, and the thinking goes on to an answer mark.
-    "a closing mark": Case("999", ["s s1\n\n\n", *ALL_SMALL[1:]], small=["s1\n</think>\n\n", *S3[1:]]),
+    "a closing mark": Case("999", ["s s1|\n", *ALL_SMALL[1:]], small=["s1\n</think>|", *S3[1:]]),
     "a closing mark with words behind it": Case(
-        "999", ["s s1  more\n\n", *ALL_SMALL[1:]], small=["s1 </think> more\n\n", *S3[1:]]
+        "999", ["s s1  more|", *ALL_SMALL[1:]], small=["s1 </think> more|", *S3[1:]]
     ),
-    "a closing mark in a rejected draft": Case("19", ["b b1\n\n", "s boxed\n\n"], small=["s1 </think>", "boxed\n\n"]),
+    "a closing mark in a rejected draft": Case("19", ["b b1|", "s boxed|"], small=["s1 </think>", "boxed|"]),
     "a closing mark of the base model": Case(
-        "191", ["b b1 \n\n", "s s2\n\n", ALL_BASE[2]], small=S3, base=["b1 </think>\n\n", *B3[1:]]
+        "191", ["b b1 |", "s s2|", ALL_BASE[2]], small=S3, base=["b1 </think>|", *B3[1:]]
     ),
-    "a closing mark behind an answer": Case("9", ["s boxed \n\n"], small=["boxed </think>\n\n"]),
+    "a closing mark behind an answer": Case("9", ["s boxed |"], small=["boxed </think>|"]),
     "a closing mark alone leaves the step to the base model": Case(
-        "9", [ALL_BASE[0], "s boxed\n\n"], small=["</think>\n\n", "boxed\n\n"]
+        "9", [ALL_BASE[0], "s boxed|"], small=["</think>|", "boxed|"]
     ),
-    "closing marks alone of both end": Case(
-        "", ["b \n\n"], small=["</think>\n\n"], base=["</think>\n\n"], ended="silent"
-    ),
-    "a step about a score": Case("9", ["s the score is 8 boxed\n\n"], small=["the score is 8 boxed\n\n"]),
+    "closing marks alone of both end": Case("", ["b |"], small=["</think>|"], base=["</think>|"], ended="silent"),
+    "a step about a score": Case("9", ["s the score is 8 boxed|"], small=["the score is 8 boxed|"]),
 }
 
 
@@ -99,16 +87,16 @@ CASES = {
 def test_each_case_goes_as_published(name: str) -> None:
     case = CASES[name]
     settings = SpecReasonSettings(**{"base": "base", "small": "small", "step_tokens": 6, **case.settings})
-    said = iter(case.said)
+    said, kept = iter(case.said), [step.replace("|", "\n\n") for step in case.kept]
 
     def numbered(texts: Sequence[str], thinking: str) -> str:
-        at = steps_in(thinking, case.kept)
-        return texts[at] if at < len(texts) else ""
+        at = steps_in(thinking, kept)
+        return texts[at].replace("|", "\n\n") if at < len(texts) else ""
 
     base = ThinkingModel(lambda text: numbered(case.base, text), score=lambda step: next(said))
     found = thinks(settings, base=base, small=ThinkingModel(lambda text: numbered(case.small, text)))
     scored = [record for record in found.events("scored") if record["reason"] != "blank"]
-    assert found.kept == list(case.kept) and len(scored) == len(case.said) and found.ended == case.ended
+    assert found.kept == kept and len(scored) == len(case.said) and found.ended == case.ended
 
 
 def steps_in(thinking: str, kept: Sequence[str]) -> int:

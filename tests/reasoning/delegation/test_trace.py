@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from pathlib import Path
@@ -55,11 +54,6 @@ def test_a_full_disk_leaves_no_half_of_a_trace(tmp_path: Path, caplog: pytest.Lo
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == [] and "a trace was not written" in caplog.text
-
-
-def test_a_trace_of_text_that_no_encoding_has_is_written(tmp_path: Path) -> None:
-    head = json.loads(asked(tmp_path, "a lone surrogate: \ud800").read_text().splitlines()[0])
-    assert head["messages"][0]["content"].startswith("a lone surrogate: ")
 
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:

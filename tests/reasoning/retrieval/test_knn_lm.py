@@ -21,21 +21,11 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.errors import ConfigurationError, InvalidRequestError, NotReadyError
 from agentspec.protocol.speculation import KnnSpeculation
 from agentspec.reasoning.retrieval.datastore import Datastore, DatastoreManifest, build
-from agentspec.reasoning.retrieval.knn_lm import (
-    CACHED,
-    PREFETCH,
-    DatastoreSearch,
-    KnnBackend,
-    KnnStride,
-    Mixture,
-    NeighbourCache,
-    Neighbours,
-)
+from agentspec.reasoning.retrieval.knn_lm import DatastoreSearch, KnnBackend, KnnStride, Mixture, Neighbours
 from agentspec.reasoning.settings import KnnLmSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.speculation.stride import MOST, expected
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -282,22 +272,6 @@ def test_a_batch_finds_what_single_queries_find(search_of: Any, offset: float) -
         assert found.entries.tolist() == np.argsort(distances, kind="stable")[:12].tolist()
 
 
-def test_the_cache_holds_what_was_found_and_what_follows_up_to_its_size() -> None:
-    store = store_of(np.arange(40)[:, None])
-    cache = NeighbourCache(store)
-    cache.add([Neighbours(np.array([10, 39]), np.zeros(2), store.values[[10, 39]])])
-    assert len(cache) == PREFETCH + 2  # 10, those after it and the last one
-    found = cache.search(np.array([11.2], np.float32), 3)
-    assert found.entries.tolist() == [11, 12, 10]
-    assert np.allclose(found.distances, [0.04, 0.64, 1.44], atol=1e-5)
-    wide, count = store_of(np.zeros((3 * CACHED, 1))), CACHED // 4
-    cache = NeighbourCache(wide)
-    for first in range(0, 2 * CACHED, count):
-        cache.add([Neighbours(np.arange(first, first + count), np.zeros(count), wide.values[first : first + count])])
-    entries = cache.search(np.array([0.0], np.float32), CACHED).entries
-    assert len(cache) == CACHED and entries.min() >= CACHED  # the oldest are gone
-
-
 @given(data=st.data())
 def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject) -> None:
     logits = np.array(data.draw(st.lists(st.floats(-20, 20, width=32), min_size=7, max_size=7)), np.float32)
@@ -308,16 +282,3 @@ def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject)
     scores = mixture.scores(prior, Neighbours(np.arange(len(tokens)), distances, np.array(tokens, np.int32)))
     assert np.exp(scores.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
     assert mixture.decided(prior) in (None, int(scores.argmax()))
-
-
-@pytest.mark.parametrize(("guess", "search", "gamma"), [(1, 1, 0.5), (1, 5, 0.8), (2, 1, 0.9)])
-def test_the_stride_is_the_best_of_all_and_begins_with_one(guess: float, search: float, gamma: float) -> None:
-    stride = KnnStride()
-    stride.guess.add(guess)
-    assert stride.choose() == 1
-    stride.search.add(search)
-    for _ in range(8):
-        right = round(10 * gamma / (1 - gamma))
-        stride.verified.append((right, right + 1))
-    rates = [expected(s, stride.gamma) / (s * guess + search) for s in range(1, MOST + 1)]
-    assert rates[stride.choose() - 1] == max(rates)
