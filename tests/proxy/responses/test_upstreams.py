@@ -272,7 +272,7 @@ def test_hosted_models_get_the_length_by_its_newer_name(
     gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # no test can reach OpenAI's own servers
-    monkeypatch.setattr("agentspec.proxy.messages.translation._HOSTED", ("127.0.0.1",))
+    monkeypatch.setattr("agentspec.proxy.completions.translation._HOSTED", ("127.0.0.1",))
     server = upstream(chats_only())
     running = gateway({}, settings(server.url))
     assert post(running, {"max_output_tokens": 9}).status_code == 200
