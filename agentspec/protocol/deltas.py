@@ -23,19 +23,19 @@ def read_usage(value: Mapping[str, Any]) -> Usage:
     completion = value.get("completion_tokens_details") or value.get("output_tokens_details") or {}
     reasoning = completion.get("reasoning_tokens", value.get("reasoning_tokens"))
     read, written = count_of(value.get("cache_read_input_tokens")), count_of(value.get("cache_creation_input_tokens"))
-    told = value.get("prompt_tokens")  # of all tokens, also where LiteLLM tells those of Anthropic's cache beside it
-    apart = count_of(value.get("input_tokens")) + read + written  # the Messages API counts those of its cache apart
+    whole = value.get("prompt_tokens")  # of all tokens, also where LiteLLM adds Anthropic's counts of its cache
+    summed = count_of(value.get("input_tokens")) + read + written  # the Messages API counts those of its cache apart
     return Usage(
-        prompt_tokens=apart if told is None else count_of(told),
+        prompt_tokens=summed if whole is None else count_of(whole),
         completion_tokens=count_of(value.get("completion_tokens", value.get("output_tokens"))),
         cached_tokens=count_of(prompt.get("cached_tokens")) or read,
-        accepted_prediction_tokens=_told(completion.get("accepted_prediction_tokens")),
-        rejected_prediction_tokens=_told(completion.get("rejected_prediction_tokens")),
-        reasoning_tokens=_told(reasoning),
+        accepted_prediction_tokens=_optional_count(completion.get("accepted_prediction_tokens")),
+        rejected_prediction_tokens=_optional_count(completion.get("rejected_prediction_tokens")),
+        reasoning_tokens=_optional_count(reasoning),
     )
 
 
-def _told(value: Any) -> int | None:
+def _optional_count(value: Any) -> int | None:
     """A count that an answer may leave out."""
     return None if value is None else count_of(value)
 
@@ -64,7 +64,7 @@ def to_delta(chunk: Any) -> Delta:
         choice = _first_choice(chunk.get("choices") or ())
         message = choice.get("delta") or choice.get("message") or {}
         return Delta(
-            text=_text(message.get("content")) + _text(choice.get("text")),
+            text=_string(message.get("content")) + _string(choice.get("text")),
             token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
             logprobs=_logprobs(choice.get("logprobs")),
             finish_reason=_finish_reason(choice.get("finish_reason")),
@@ -94,7 +94,7 @@ def merged(last: Delta, late: Delta) -> Delta:
 class CallNumbers:
     """Numbers the tool calls of one answer from 0, as they begin.
 
-    Servers count them in other ways, too: from 1, or each as 0, which only its own id and name tell from the last.
+    Servers count them in other ways, too: from 1, or each as 0, so that only ids and names distinguish calls.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,8 @@ class CallNumbers:
         calls = delta.extra.get("tool_calls")
         if not calls:
             return delta
-        told = [{**call, "index": self._number(call, at)} for at, call in enumerate(calls)]
-        return replace(delta, extra={**delta.extra, "tool_calls": told})
+        numbered = [{**call, "index": self._number(call, at)} for at, call in enumerate(calls)]
+        return replace(delta, extra={**delta.extra, "tool_calls": numbered})
 
     def _number(self, call: Mapping[str, Any], position: int) -> int:
         place, id = call.get("index", position), str(call.get("id") or "")
@@ -124,28 +124,28 @@ def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
     if extra:
         json.dumps(extra, allow_nan=False)
     if "tool_calls" in extra:
-        extra["tool_calls"] = [_call(call) for call in extra["tool_calls"]]
+        extra["tool_calls"] = [_call_piece(call) for call in extra["tool_calls"]]
     return extra
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call_piece(call: Mapping[str, Any]) -> dict[str, Any]:
     """A tool call, or a piece of one, without nulls: SGLang sends whole calls with one for an index.
 
-    Raises `TypeError` or `AttributeError` for one that nobody could put together with others.
+    Raises `TypeError` or `AttributeError` for one that cannot be put together with others.
     """
-    kept = {key: value for key, value in call.items() if value is not None}
-    index, function = kept.get("index", 0), kept.get("function", {})
+    given = {key: value for key, value in call.items() if value is not None}
+    index, function = given.get("index", 0), given.get("function", {})
     texts = (function.get("name"), function.get("arguments"))
     if type(index) is not int or index < 0 or not all(isinstance(text, str | None) for text in texts):
         raise TypeError(call)
-    return kept
+    return given
 
 
 def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:
     return next((choice for choice in choices if choice.get("index") in (0, None)), {})
 
 
-def _text(value: object) -> str:
+def _string(value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     raise TypeError(value)
@@ -158,9 +158,9 @@ def _finish_reason(value: object) -> FinishReason | None:
 
 
 def _stop_reason(choice: Mapping[str, Any]) -> str | None:
-    """The stop string that ended a choice, as vLLM and SGLang tell it; both name a token that did by its id."""
-    told = (choice.get("stop_reason"), choice.get("matched_stop"))
-    return next((text for text in told if isinstance(text, str)), None)
+    """The stop string that ended a choice, as vLLM and SGLang report it; a token that ended it has an id there."""
+    found = (choice.get("stop_reason"), choice.get("matched_stop"))
+    return next((text for text in found if isinstance(text, str)), None)
 
 
 def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
@@ -183,7 +183,7 @@ def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
 
 
 def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-    return TokenLogprob(UNKNOWN_TOKEN, _text(text), 0.0 if logprob is None else clamped(float(logprob)), top)
+    return TokenLogprob(UNKNOWN_TOKEN, _string(text), 0.0 if logprob is None else clamped(float(logprob)), top)
 
 
 def _broken_off(error: Any) -> UpstreamError:

@@ -1,4 +1,4 @@
-"""Upstreams' errors in the form of OpenAI's or Anthropic's API, without what they tell about the operator's account."""
+"""Upstreams' errors in the form of OpenAI's or Anthropic's API, without the operator's account."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def anthropic_error(body: bytes, status: int, request_id: str = "") -> bytes:
     if given.get("type") == "error" and isinstance(given.get("error"), dict):
         return body
     error: Any = given.get("error")
-    told: dict[str, Any] = error if isinstance(error, dict) else {}
-    message = told.get("message") or told.get("code") or "the request failed"
+    members: dict[str, Any] = error if isinstance(error, dict) else {}
+    message = members.get("message") or members.get("code") or "the request failed"
     shown: dict[str, Any] = {"type": error_type(status), "message": str(message)}
-    shown |= {name: told[name] for name in ("param", "code") if told.get(name) is not None}
+    shown |= {name: members[name] for name in ("param", "code") if members.get(name) is not None}
     whole = {"type": "error", "error": shown, **({"request_id": request_id} if request_id else {})}
     return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 

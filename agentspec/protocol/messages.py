@@ -29,7 +29,7 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class TextPart(Model):
-    """A text. Annotations, log-probabilities and marks of caches tell a model nothing."""
+    """A text. Models do not read its annotations, log-probabilities and marks of caches."""
 
     text: Text = REQUIRED
 

@@ -52,9 +52,8 @@ def _continued(call: dict[str, Any], rest: Iterable[str]) -> dict[str, Any]:
 
 
 def whole_arguments(arguments: Any, finish_reason: str | None) -> dict[str, Any] | None:
-    """The arguments of a tool call, as an object; None where the call must not run.
-
-    That is one whose arguments are no JSON object, were cut off before they began, or which a content filter refused.
+    """The arguments of a tool call, as an object; None where the call must not run: if its arguments are no JSON object
+    or were cut off before they began, or a content filter refused it.
     """
     if finish_reason == "content_filter" or (not arguments and finish_reason in CUT_OFF):
         return None

@@ -53,7 +53,7 @@ class KnnSpeculation(Speculation):
 
     `drafted` and `accepted` count guessed tokens. `wrong` counts the guesses that a search refuted; guesses after a
     wrong one are dropped unverified. `decided` tokens needed no neighbours. The others needed `queries`, sent in
-    `searches` batches, whose sizes are in `strides`. The seconds are those of the model, of guessing beside it, and of
+    `searches` batches, whose sizes are in `strides`. The seconds are those of the model, of guessing meanwhile, and of
     searching the datastore.
     """
 

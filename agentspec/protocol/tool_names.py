@@ -1,7 +1,7 @@
 """The names that the tools of a Responses or a Messages request have in its chat.
 
-A chat has one list of functions, whose names upstreams limit: 64 letters, digits, `_` and `-`. Names are looked up in
-the table of their request in both directions, and never taken apart.
+A chat has one list of functions, and upstreams limit their names: 64 letters, digits, `_` and `-`. Names are looked up
+in the table of their request in both directions, and never taken apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_NAMESPACE = "functions"
 _VALID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _INVALID = re.compile(r"[^a-zA-Z0-9_-]")
 CHOICES = ("none", "auto", "required")
-"""What a tool choice means that is no name."""
+"""Tool choices that are no names."""
 
 _DIGITS = 8  # of the hash that ends a name which had to be changed
 
@@ -29,7 +29,7 @@ Key = tuple[str, ...]
 
 
 def key_of(name: str, namespace: str | None) -> Key:
-    """What tells the tool `name` of `namespace` from all others."""
+    """The key of the tool `name` of `namespace`."""
     return ("" if namespace in (None, DEFAULT_NAMESPACE) else str(namespace), name)
 
 

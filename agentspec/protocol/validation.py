@@ -34,7 +34,7 @@ INERT = frozenset(
     " anthropic_beta anthropic_version betas cache_control diagnostics inference_geo speed user_profile_id"
     " workspace_id".split()
 )
-# Lists and objects whose items an error does not name: `stop`, not `stop[3]`.
+# Errors name these lists and objects, and not their items: `stop`, not `stop[3]`.
 _UNDIVIDED = re.compile(r"(^|\.)(bad_words|logit_bias|prompt|stop|stop_token_ids|(guided_)?choice)$")
 _EXPECTED = {
     "bool_type": "a boolean",
@@ -139,7 +139,7 @@ class Model(BaseModel):
 
 
 class Closed(Model):
-    """An object all of whose members are known: declared, or `inert`. Null counts as absent, and an unknown member that
+    """An object with known members alone: declared, or `inert`. Null counts as absent, and an unknown member that
     is empty says nothing.
     """
 

@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
+    """Compact JSON in UTF-8; a lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -53,7 +53,7 @@ def event(data: bytes) -> bytes:
 
 
 def named_event(name: str, data: bytes) -> bytes:
-    """The bytes of an event that has a name, for clients that tell events apart by it."""
+    """The bytes of an event that has a name, for clients that distinguish events by it."""
     return b"event: " + name.encode() + b"\n" + event(data)
 
 
@@ -171,7 +171,7 @@ def _first_end(data: bytearray) -> int:
 
 
 def _behind(data: bytearray, found: int) -> int:
-    """The index behind the blank line whose two bytes are `found`; 0 for -1. CRLF is one end of a line."""
+    """The index after the blank line that begins at `found`; 0 for -1. CRLF is one end of a line."""
     if found < 0:
         return 0
     return found + 3 if data[found + 1 : found + 3] == b"\r\n" else found + 2

@@ -23,7 +23,7 @@ from agentspec.types import Labels, Message
 class RecordedCall:
     """One call: the messages (or `prompt`, if it was plain text), the model's answer, and the place in the file.
 
-    `finished` tells that no length limit cut the answer. `created_at` is in seconds since 1970, None if not recorded.
+    `finished`: no length limit cut the answer. `created_at` is in seconds since 1970, None if not recorded.
     """
 
     place: str

@@ -10,16 +10,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from agentspec.recordings.calls import (
-    OnBad,
-    RecordedCall,
-    answer,
-    moment,
-    records,
-    text_of,
-    tool_call,
-    tool_result,
-)
+from agentspec.recordings.calls import OnBad, RecordedCall, answer, moment, records, text_of, tool_call, tool_result
 from agentspec.types import Labels, Message
 
 _CUT = ("max_tokens", "model_context_window_exceeded")

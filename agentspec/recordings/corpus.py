@@ -32,7 +32,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """The titles and texts of a file's documents, which need no ids. Raises `ConfigurationError` for a bad line."""
     for place, line in lines(path):
         fields = _fields(line, place)
-        title, text = _text(fields, "title", place), _text(fields, "text", place)
+        title, text = _member(fields, "title", place), _member(fields, "text", place)
         yield f"{title}\n{text}" if title else text
 
 
@@ -41,7 +41,7 @@ def _document(line: bytes, place: str) -> Document:
     metadata = fields.get("metadata", {})
     if not isinstance(metadata, dict):
         raise BadLineError(place, '"metadata" must be an object')
-    return Document(_id(fields, place), _text(fields, "text", place), _text(fields, "title", place), metadata)
+    return Document(_id(fields, place), _member(fields, "text", place), _member(fields, "title", place), metadata)
 
 
 def _fields(line: bytes, place: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _fields(line: bytes, place: str) -> dict[str, Any]:
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # the index could not be written, after all its work
-        raise BadLineError(place, f"half a character, {error.object[error.start]!r}, stands alone") from None
+        raise BadLineError(place, f"holds a lone surrogate, {error.object[error.start]!r}, which is not text") from None
     return fields
 
 
@@ -61,7 +61,7 @@ def _id(fields: dict[str, Any], place: str) -> str:
     return str(value)
 
 
-def _text(fields: dict[str, Any], name: str, place: str) -> str:
+def _member(fields: dict[str, Any], name: str, place: str) -> str:
     value = fields.get(name)
     if value is None and name == "title":
         return ""

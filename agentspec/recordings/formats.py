@@ -36,7 +36,7 @@ class Format(StrEnum):
     codex = "codex"
 
 
-# In this order: a format is recognised by keys that those below may have beside others.
+# In this order: files of the formats below may have these keys, too.
 _SIGNS = {
     Format.trace: ("messages_delta",),
     Format.log: ("request", "response", "body", "choices"),
@@ -74,7 +74,7 @@ def _recognised(head: bytes, place: str) -> Format | None:
 
 
 def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
-    """`path`, or all files below that folder whose format is known, sorted; links are not followed.
+    """`path`, or all files of known formats below that folder, sorted; links are not followed.
 
     `unknown` is called for the others, and for folders that cannot be read.
     """
@@ -172,7 +172,7 @@ def parse_log(record: dict[str, Any], place: str) -> Iterator[RecordedCall]:
 
 
 def _logged(request: Any, response: Any, place: str) -> Iterator[RecordedCall]:
-    """The answers of a response of any of the three APIs; they are told apart by the response's own fields."""
+    """The answers of a response of any of the three APIs; they are distinguished by the response's own fields."""
     if isinstance(response, str):
         response = {"choices": [{"message": {"role": "assistant", "content": response}}]}
     if response.get("choices"):

@@ -14,7 +14,7 @@ from agentspec.types import Labels
 REDACTED = "[REDACTED]"
 
 # Keys by the marks that their issuers give them, and what is assigned to a name that says it is secret. The text may be
-# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end. No pattern begins anew at each
+# JSON inside JSON, so quotes may be escaped, and a key that a limit cut off has no end. No pattern begins again at each
 # place of a long run of letters and digits, and no part of a name repeats without bound: the time would be its square.
 SECRETS = (
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
@@ -55,11 +55,7 @@ class Redaction:
         except RecursionError:
             raise InvalidRequestError("messages is nested too deeply to look for secrets in it") from None
         return replace(
-            call,
-            labels=Labels(*named),
-            messages=messages,
-            answer=answer,
-            prompt=call.prompt and self.text(call.prompt),
+            call, labels=Labels(*named), messages=messages, answer=answer, prompt=call.prompt and self.text(call.prompt)
         )
 
     def text(self, text: str) -> str:

@@ -145,7 +145,7 @@ _COLUMNS = (
     ("model s", "model_seconds"),
     ("prompt", "prompt_tokens"),
     ("tokens", "completion_tokens"),
-    ("forwards", "verify_steps"),  # in words that no step of a workflow is meant by
+    ("forwards", "verify_steps"),  # a step is one of a workflow here
     ("tokens/forward", "tokens_per_step"),
     ("rounds", "rounds"),
     ("drafted", "drafted"),

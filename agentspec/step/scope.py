@@ -1,6 +1,6 @@
 """The scope that model calls are made in: their labels, and their policy.
 
-A scope is a context variable, so it follows asyncio tasks, and threads whose work `keep_labels` wraps.
+A scope is a context variable, so it follows asyncio tasks, and threads if `keep_labels` wraps their work.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def current_model() -> str | None:
 def keep_labels(function: Callable[P, R]) -> Callable[P, R]:
     """`function` with the labels, and all other context variables, of now, in whatever thread it is called.
 
-    For thread pools, whose threads begin without them: `pool.submit(keep_labels(work), item)`.
+    For thread pools: their threads begin without them: `pool.submit(keep_labels(work), item)`.
     """
     context = copy_context()
 

@@ -85,23 +85,23 @@ class MessagesWriter:
             yield {"type": "message_start", "message": self._message([], counted)}
             yield {"type": "ping"}
         if self.request.thoughts and (thought := thoughts_of(delta.extra)):
-            yield from self._thinking(thought)
+            yield from self._write_thought(thought)
         if delta.text:
-            yield from self._text(delta.text)
+            yield from self._write_text(delta.text)
         pieces = delta.extra.get("tool_calls") or ()
         self._calls.add(pieces)
         for position, piece in enumerate(pieces):
-            yield from self._tool(piece, position)
+            yield from self._write_call(piece, position)
         if delta.finish_reason is not None:
             yield from self._end(delta)
 
-    def _thinking(self, thought: str) -> Iterator[Event]:
+    def _write_thought(self, thought: str) -> Iterator[Event]:
         if self._open is None or self._open.kind != "thinking":
             yield from self._begin("thinking", {"thinking": "", "signature": ""})
         if not self.request.omitted:
             yield self._delta({"type": "thinking_delta", "thinking": thought})
 
-    def _text(self, text: str) -> Iterator[Event]:
+    def _write_text(self, text: str) -> Iterator[Event]:
         if self._open is None or self._open.kind != "text":
             self._blank += text
             if not self._blank.strip():
@@ -110,7 +110,7 @@ class MessagesWriter:
             yield from self._begin("text", {"text": ""})
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _tool(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
+    def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         """A piece of a tool call. The calls come one after the other, since a block cannot be opened again."""
         index, function = piece.get("index", position), piece.get("function") or {}
         if self._open is None or self._open.call != index:

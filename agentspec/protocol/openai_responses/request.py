@@ -13,14 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import (
-    ADDITIONAL_TOOLS,
-    CALL_OUTPUTS,
-    CALLS,
-    MAX_ID,
-    Item,
-    parse_input,
-)
+from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, CALL_OUTPUTS, CALLS, MAX_ID, Item, parse_input
 from agentspec.protocol.openai_responses.tools import (
     ClientTool,
     added_tools,
@@ -30,14 +23,7 @@ from agentspec.protocol.openai_responses.tools import (
     client_tools,
     offered_tools,
 )
-from agentspec.protocol.requests import (
-    EFFORTS,
-    MAX_TOOLS,
-    SAMPLED,
-    SamplingFields,
-    check_stream_options,
-    parse_format,
-)
+from agentspec.protocol.requests import EFFORTS, MAX_TOOLS, SAMPLED, SamplingFields, check_stream_options, parse_format
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.protocol.validation import INERT, Body, Closed, Count, Text, must, one_of, only
 
@@ -58,7 +44,7 @@ class Conversation:
     def add_all(self, items: Iterable[Item], *, first_new: int = 0) -> None:
         """Add the items in order; those from `first_new` on are the request's own `input`.
 
-        Raises `InvalidRequestError` for the result of a call that nobody made.
+        Raises `InvalidRequestError` for the result of a call that is not in the conversation.
         """
         for index, item in enumerate(items, start=-first_new):
             kind = item["type"]
@@ -151,14 +137,14 @@ def _together(first: Any, second: Any) -> Any:
 def _chat_part(part: Item) -> dict[str, Any]:
     if part["type"] == "input_image":
         return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part["detail"]}}
-    return {"type": "text", "text": _text(part)}
+    return {"type": "text", "text": _text_of(part)}
 
 
 def _joined(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(_text(part) for part in content)
+    return content if isinstance(content, str) else "".join(_text_of(part) for part in content)
 
 
-def _text(part: Item) -> str:
+def _text_of(part: Item) -> str:
     return str(part["refusal"] if part["type"] == "refusal" else part.get("text", ""))
 
 
@@ -173,11 +159,7 @@ _REPEATED = (  # in the answer, as they are
     "instructions max_output_tokens max_tool_calls model previous_response_id prompt_cache_key safety_identifier"
     " temperature top_logprobs top_p truncation user".split()
 )
-_RENAMED = {
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
+_RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)")
 
 
@@ -221,7 +203,7 @@ class _ResponsesBody(SamplingFields, Body):
     max_tool_calls: Count | None = None  # of hosted tools, of which there are none
     metadata: _Metadata | None = None
     include: list[Annotated[Text, one_of("reasoning.encrypted_content")]] | None = None
-    top_logprobs: Annotated[Count, must(lambda count: count == 0, " must be 0: chats tell probabilities")] = 0
+    top_logprobs: Annotated[Count, must(lambda count: count == 0, " must be 0: chats report probabilities")] = 0
     truncation: Annotated[Text, must(lambda one: one == "disabled", _WHOLE)] = "disabled"
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
@@ -235,10 +217,10 @@ class _ResponsesBody(SamplingFields, Body):
     service_tier: Text | None = None
     prompt_cache_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None  # what Codex tells about itself
+    client_metadata: dict[str, Any] | None = None  # Codex' own settings
     background: Annotated[Any, only(False)] = None
-    conversation: Annotated[Any, _refuse(" is not kept here; use previous_response_id")] = None
-    prompt: Annotated[Any, _refuse(" templates are not kept here; send instructions and input")] = None
+    conversation: Annotated[Any, _refuse(" is not stored here; use previous_response_id")] = None
+    prompt: Annotated[Any, _refuse(" templates are not stored here; send instructions and input")] = None
     context_management: Annotated[Any, only([])] = None
 
 
@@ -295,7 +277,7 @@ class ResponsesRequest:
 
     @property
     def unenforced(self) -> list[str]:
-        """The fields for forms that the model is told, and not held to."""
+        """The fields for forms that are described to the model and not enforced."""
         return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
 
     def own_name(self, param: str) -> str:
