@@ -11,18 +11,14 @@ from agentspec.recordings.calls import BadLineError
 from agentspec.recordings.formats import Format, detect, files_of, read
 from agentspec.recordings.redaction import Redaction
 from tests.instructions import counted_instructions
-from tests.recordings.conftest import (
-    ARGUMENTS,
-    FIRST,
-    LAST,
-    RESULT,
-    SECRETS,
-    TASK,
-    THOUGHT,
-    claude_code,
-    codex,
-    jsonl,
-)
+from tests.recordings.conftest import SECRETS, SESSIONS, Write, claude_code
+
+TASK = f"Fix the login. The key is {SECRETS['asked']}"
+FIRST = f"I look at the settings first, with {SECRETS['written']}."
+THOUGHT = f"The user gave {SECRETS['thought']}, so I read."
+ARGUMENTS = {"path": "settings.py", "env": f"AWS_ACCESS_KEY_ID={SECRETS['argument']}"}
+RESULT = f'slack = "{SECRETS["result"]}"\nDEBUG = True'
+LAST = "The login is fixed: the settings were read too late."
 
 
 def text_of(value: Any) -> str:
@@ -38,14 +34,10 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
     assert last.answer["content"].startswith(LAST) and len(last.messages) > len(first.messages)
     assert first.finished and last.finished
     assert first.labels == last.labels
-
-
-def test_calls_of_tools_and_their_results(recorded: tuple[str, Path]) -> None:
-    first, last = read(recorded[1], Format(recorded[0]))
-    calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in first.answer["tool_calls"]
-    ]
-    assert calls == [("Read", ARGUMENTS), ("Glob", {"pattern": "*"})]
+    calls = [call["function"] for call in first.answer["tool_calls"]]
+    assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
+        ("Read", ARGUMENTS), ("Glob", {"pattern": "*"}),
+    ]  # fmt: skip
     assert first.answer["reasoning_content"] == THOUGHT
     results = [{"role": "tool", "tool_call_id": "t1", "content": RESULT}]
     results.append({"role": "tool", "tool_call_id": "t2", "content": "settings.py"})
@@ -110,13 +102,12 @@ def test_a_long_session_is_read_once_and_not_once_for_each_answer(tmp_path: Path
     assert cost(20) < 2.2 * cost(10)
 
 
-def test_after_a_compaction_the_history_is_the_summary(tmp_path: Path) -> None:
-    path = codex(tmp_path)
+def test_after_a_compaction_the_history_is_the_summary(write: Write) -> None:
     kept = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "All was read."}]}
     said = kept | {"content": [{"type": "output_text", "text": "Next."}]}
-    with path.open("a") as file:
-        for kind, payload in (("compacted", {"message": "", "replacement_history": [kept]}), ("response_item", said)):
-            file.write(json.dumps({"timestamp": "2026-01-20T11:57:17Z", "type": kind, "payload": payload}) + "\n")
+    new = (("compacted", {"message": "", "replacement_history": [kept]}), ("response_item", said))
+    added = [{"timestamp": "2026-01-20T11:57:17Z", "type": kind, "payload": payload} for kind, payload in new]
+    path = write(*(SESSIONS / "codex.jsonl").read_text().splitlines(), *added)
     *_, last = calls = list(read(path, Format.codex))
     assert [message["content"] for message in last.messages] == ["All was read."] and len(calls) == 3
 
@@ -130,7 +121,7 @@ def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
     assert unknown == [path.parent / "notes.txt"]
 
 
-def test_tools_of_newer_versions_of_codex_are_named_as_their_models_see_them(tmp_path: Path) -> None:
+def test_tools_of_newer_versions_of_codex_are_named_as_their_models_see_them(write: Write) -> None:
     found = {"type": "namespace", "name": "mcp__disk", "tools": [{"type": "function", "name": SECRETS["result"]}]}
     search = {"call_id": "t1", "execution": "client", "status": "completed"}
     items: list[dict[str, Any]] = [
@@ -144,13 +135,9 @@ def test_tools_of_newer_versions_of_codex_are_named_as_their_models_see_them(tmp
     ]
     head = {"timestamp": "2026-01-20T11:57:17Z", "type": "session_meta", "payload": {"id": "s1", "cwd": "/p"}}
     written = [{"timestamp": "2026-01-20T11:57:17Z", "type": "response_item", "payload": item} for item in items]
-    path = jsonl(tmp_path / "2026" / "01" / "20" / "rollout-2026-01-20T11-57-17-s1.jsonl", head, *written)
-    first, last = read(path, Format.codex)
+    first, last = read(write(head, *written), Format.codex)
     calls = [call["function"] for turn in (first, last) for call in turn.answer["tool_calls"]]
     assert [(one["name"], json.loads(one["arguments"])) for one in calls] == [
         ("tool_search", {"query": SECRETS["asked"]}), ("mcp__disk__read", {}), ("exec", {"input": '{"a": 1}'}),
     ]  # fmt: skip
     assert last.messages[-1]["role"] == "tool" and SECRETS["result"] in last.messages[-1]["content"]
-    safe = [Redaction().call(call) for call in (first, last)]
-    told = text_of([[list(call.messages), call.answer] for call in safe])
-    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]

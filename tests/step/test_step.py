@@ -1,9 +1,13 @@
+"""`@step` and `workflow`: what model calls inherit, and what the report counts of calls of `ChatAgentSpec`."""
+
 from __future__ import annotations
 
 import asyncio
 import inspect
 import threading
+import uuid
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -13,17 +17,24 @@ import httpx2
 import pytest
 from langchain_core.tools import tool
 
+from agentspec.errors import EngineError, InvalidRequestError
+from agentspec.langchain import ChatAgentSpec
+from agentspec.protocol.speculation import RetrievalSpeculation, StepSpeculation
+from agentspec.runtime import Runtime
+from agentspec.settings.load import Settings
 from agentspec.step import (
+    StepPolicy,
     async_httpx_hooks,
     current_labels,
     current_policy,
     headers,
     httpx_hooks,
+    keep_labels,
     report,
     step,
     workflow,
 )
-from agentspec.step.report import StepRow, observe
+from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Labels, Speculation, Usage
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +47,63 @@ def fresh_report() -> Iterator[None]:
     report().reset()
 
 
-def row(step: str | None, workflow: str | None = None) -> StepRow:
+def row(step: str | None, workflow: str | None = None) -> Any:
     return next(row for row in report() if (row.workflow, row.step) == (workflow, step))
+
+
+def model_of(*answers: Any) -> ChatAgentSpec:
+    backend = FakeBackend(*answers)
+    return ChatAgentSpec(model="m", runtime=Runtime(Settings(backends={}), backends={"m": backend}), max_retries=0)
+
+
+def test_what_the_report_counts_of_model_calls() -> None:
+    speculation = Speculation(drafted=12, accepted=6, steps=2, estimated_seconds_saved=0.25)
+    counted = Answer("a b", usage=Usage(10, 8), speculation=speculation)
+    model = model_of(counted, Answer("c", usage=Usage(1, 2)), EngineError("it broke"))
+
+    @step("plan", workflow="w")
+    def plan() -> None:
+        model.invoke("x")
+        model.invoke("x")
+
+    plan()
+    got = row("plan", "w")
+    assert (got.calls, got.prompt_tokens, got.completion_tokens, got.runs, got.errors) == (2, 11, 10, 1, 0)
+    assert (got.drafted, got.accepted, got.verify_steps, got.tokens_per_step) == (12, 6, 2, 4)
+    assert got.estimated_seconds_saved == 0.25 and got.seconds > 0 and got.tokens_per_second > 0
+    with pytest.raises(EngineError):
+        step("fails")(model.invoke)("x")
+    assert (row("fails").runs, row("fails").errors, row("fails").failed_calls) == (1, 1, 1)
+    assert current_labels() == Labels()
+    before, text = report(), str(report())
+    assert "plan" in text and "tokens/forward" in text and "4.00" in text and "no model call" not in text
+    report().reset()
+    assert report().rows == () and len(before.rows) == 2, "a report is a snapshot"
+    step("plan")(lambda: None)()
+    assert row("plan").runs == 1 and "no model call was counted" in str(report())
+
+
+def test_steps_of_thinking_and_rounds_of_retrieval_are_no_forwards() -> None:
+    work = (Speculation(steps=2), StepSpeculation(steps=5), RetrievalSpeculation(steps=4))
+    model = model_of(*(Answer("a", usage=Usage(1, 60), speculation=one) for one in work))
+    for _ in work:
+        model.invoke("x")
+    (got,) = report()
+    assert (got.verify_steps, got.rounds, got.tokens_per_step, got.step) == (2, 9, 30, None)
+    assert "(no step)" in str(report())
+
+
+def test_rows_are_bounded_and_no_count_is_lost() -> None:
+    def run(thread: int) -> None:
+        for number in range(400):
+            step(f"step {thread} {number} \ud800")(lambda: None)()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
+    rows = list(report())
+    assert len(rows) == 1025 and (rows[-1].workflow, rows[-1].step) == ("(other)", "(other)")
+    assert sum(row.runs for row in rows) == 1600
+    assert " ?" in str(report()).encode().decode(), "any name can be printed"
 
 
 def test_labels_nest_and_end() -> None:
@@ -53,47 +119,6 @@ def test_labels_nest_and_end() -> None:
     assert current_labels() == Labels() and current_policy().speculation is None
     with workflow("v", session="s"):
         assert inner() == Labels("s2", "v", "inner")
-
-
-def test_a_failing_step_is_counted_and_its_labels_end() -> None:
-    @step("fails")
-    def fails() -> None:
-        observe(Usage(5, 2), None, 0.5, failed=True)
-        raise KeyError("no")
-
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            fails()
-    assert current_labels() == Labels()
-    assert (row("fails").runs, row("fails").errors, row("fails").failed_calls) == (2, 2, 2)
-
-
-def test_totals() -> None:
-    @step("plan", workflow="w")
-    def plan() -> None:
-        observe(Usage(10, 8), Speculation(drafted=12, accepted=6, steps=2, estimated_seconds_saved=0.25), 0.5)
-        observe(Usage(1, 2), None, 0.5)
-
-    plan()
-    got = row("plan", "w")
-    assert (got.calls, got.prompt_tokens, got.completion_tokens) == (2, 11, 10)
-    assert (got.drafted, got.accepted, got.verify_steps) == (12, 6, 2)
-    assert got.tokens_per_step == 4 and got.tokens_per_second == 10 and got.estimated_seconds_saved == 0.25
-    assert got.seconds > 0 and got.model_seconds == 1.0
-
-
-def test_calls_outside_any_step_have_a_row() -> None:
-    observe(Usage(1, 1), None, 0.1)
-    assert row(None).calls == 1
-    text = str(report())
-    assert "(no step)" in text and "tokens/forward" in text and "no model call" not in text
-    report().reset()
-    assert report().rows == ()
-
-
-def test_a_report_without_calls_says_how_they_are_counted() -> None:
-    step("plan")(lambda: None)()
-    assert row("plan").runs == 1 and "no model call was counted" in str(report())
 
 
 async def test_coroutines_and_concurrent_tasks() -> None:
@@ -202,7 +227,7 @@ def test_the_signature_is_kept() -> None:
     assert wrapped.__doc__ == "Its contract." and wrapped({"x": 3}, "c") == 3
 
 
-@pytest.mark.parametrize("name", ["", None, test_totals])
+@pytest.mark.parametrize("name", ["", None, print])
 def test_a_step_needs_a_name(name: Any) -> None:
     with pytest.raises(TypeError, match="@step"):
         step(name)
@@ -217,9 +242,6 @@ def test_headers_carry_labels_in_ascii() -> None:
         "x-agentspec-speculation": "off",
     }
     assert headers() == {} and step("a/b c")(headers)() == {"x-agentspec-step": "a/b c"}
-
-
-# Hooks in real clients of both libraries ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("library", [httpx, httpx2], ids=["httpx", "httpx2"])
@@ -237,9 +259,6 @@ async def test_hooks_send_the_labels_and_change_nothing_else(library: Any, async
                 answer = client.post("http://gateway/v1/chat/completions", json={}, headers=own)
     assert answer.json() == {"a": 1}
     assert [seen[0].headers[f"x-agentspec-{name}"] for name in ("session", "workflow", "step")] == ["s", "w", "mine"]
-
-
-# Callable objects, and tools -----------------------------------------------------------------------------------------
 
 
 async def test_callable_objects_of_every_kind() -> None:
@@ -305,3 +324,87 @@ def test_a_step_stands_below_static_and_class_methods() -> None:
 def test_what_cannot_be_called_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="decorates functions"):
         step("plan")(3)
+
+
+def test_steps_inherit_what_they_leave_open() -> None:
+    @step("inner", priority=1, model="small")
+    def inner() -> StepPolicy:
+        return current_policy()
+
+    @step("outer", strategy="plain", priority=5, latency_ms_per_token=30, store=False)
+    def outer() -> StepPolicy:
+        return inner()
+
+    assert outer() == StepPolicy("plain", "small", 30, None, 1, False, None)
+    assert current_policy() == StepPolicy()
+
+
+@pytest.mark.parametrize("label", ["session", "workflow"])
+def test_a_label_that_is_no_text_is_refused(label: str) -> None:
+    name: Any = uuid.uuid4()
+    with pytest.raises(InvalidRequestError, match=f"{label} must be a text") as caught:
+        step("s", **{label: name})(lambda: None)()
+    assert caught.value.param == label
+    with pytest.raises(InvalidRequestError, match="must be a text"), workflow(session=name):
+        pass
+    with pytest.raises(InvalidRequestError, match="must be a text"), workflow(name):
+        pass
+    assert current_labels() == Labels()
+
+
+def test_the_earliest_deadline_counts_and_what_is_left_of_it_is_sent() -> None:
+    def left(deadline_s: float | None) -> Any:
+        return step("s", deadline_s=deadline_s)(lambda: current_policy().deadline_s)()
+
+    assert left(None) is None and 0 < left(7000) <= 7000
+    with workflow("w", deadline=10_000):
+        assert 7000 < left(None) <= 10_000 and left(2000) <= 2000 and 7000 < left(60_000) <= 10_000
+        assert 7000 < float(headers()["x-agentspec-deadline-s"]) <= 10_000
+    with workflow("w", deadline=1e-9):
+        assert left(None) == left(5) == 0.001  # it is over, and nothing is refused for it
+
+
+def test_headers_carry_the_policy() -> None:
+    policy = StepPolicy(strategy="specreason", latency_ms_per_token=12.5, priority=2, store=False, speculation=False)
+    with workflow("w", policy=policy, priority=3):
+        assert headers() == {
+            "x-agentspec-workflow": "w",
+            "x-agentspec-strategy": "specreason",
+            "x-agentspec-latency-ms-per-token": "12.5",
+            "x-agentspec-priority": "3",
+            "x-agentspec-store": "off",
+            "x-agentspec-speculation": "off",
+        }
+
+
+def test_wrong_values_are_refused_where_they_are_written() -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        step("plan", deadline_s=-1)
+    assert raised.value.param == "deadline_s"
+    with pytest.raises(InvalidRequestError), workflow("w", priority=-1):
+        pass
+
+
+def test_thread_pools_keep_the_labels() -> None:
+    together = threading.Barrier(4)
+
+    def work(number: int) -> Labels:
+        together.wait(60)  # four threads are inside at once
+        return current_labels()
+
+    @step("spread", session="s")
+    def spread() -> list[Labels]:
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(keep_labels(work), range(4)))
+
+    assert spread() == [Labels("s", None, "spread")] * 4
+
+
+async def test_event_loops_of_other_threads_keep_the_labels() -> None:
+    async def inside() -> Labels:
+        return current_labels()
+
+    with workflow("w"):
+        run: Any = keep_labels(asyncio.run)
+        with ThreadPoolExecutor(1) as pool:
+            assert await asyncio.wrap_future(pool.submit(run, inside())) == Labels(workflow="w")
