@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
 RESPONSES = "/responses"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # beside /v1, as in vLLM
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # next to /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
 Floats = NDArray[np.float32]
 
@@ -47,7 +47,7 @@ class Backend(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the answer piece by piece; the last delta carries `finish_reason` and `usage`.
 
-        Closing the iterator cancels the request and frees its place at once. Raises `InvalidRequestError` before the
+        Closing the iterator cancels the request and frees its slot at once. Raises `InvalidRequestError` before the
         first delta for a request that the backend cannot honour, and other `AgentSpecError`s for later failures.
         """
         ...
@@ -100,7 +100,7 @@ def is_local(backend: object, ability: str) -> TypeGuard[TorchBackend]:
 
 @runtime_checkable
 class SharesCaches(Protocol):
-    """A backend whose server keeps what it computed for one request, for the next ones of anybody, and others share."""
+    """A backend whose server stores what it computed for one request and reuses it for later requests of any client."""
 
     def limit(self, max_tokens: int) -> None:
         """Ask for at most `max_tokens` tokens in one answer from now on."""

@@ -74,11 +74,11 @@ def plain(message: Message) -> dict[str, Any]:
     else:
         plain.pop("tool_calls", None)
     if "content" in message or "tool_calls" in plain:
-        plain["content"] = _text(message.get("content"))
+        plain["content"] = _joined_parts(message.get("content"))
     return plain
 
 
-def _text(content: Any) -> Any:
+def _joined_parts(content: Any) -> Any:
     if content is None:
         return ""
     if not isinstance(content, list):
@@ -89,25 +89,23 @@ def _text(content: Any) -> Any:
     return "".join(str(text) for text in texts)
 
 
-def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
     try:
-        function = call["function"]
-        arguments = function["arguments"]
         parsed = _object(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(parsed, dict) or not isinstance(function["name"], str):
-            raise TypeError
-    except (KeyError, TypeError, RecursionError):
-        raise InvalidRequestError(
-            "a tool call in messages needs a function with a name and arguments that are a JSON object",
-            param="messages",
-        ) from None
+    except RecursionError:
+        parsed = None
+    if not isinstance(function, Mapping) or not isinstance(parsed, dict) or not isinstance(function.get("name"), str):
+        message = "a tool call in messages needs a function with a name and arguments that are a JSON object"
+        raise InvalidRequestError(message, param="messages")
     check_json(parsed, "the arguments of a tool call", param="messages")
     return {**call, "function": {**function, "arguments": parsed}}
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The JSON object in a call's arguments; an empty one if there is none, as in vLLM. Templates take nothing else:
-    a conversation in which a model once broke off could never go on.
+    """The JSON object in a call's arguments; an empty one if there is none, as in vLLM: a conversation in which a model
+    once broke off could not go on otherwise, since templates take nothing else.
     """
     try:
         parsed = json.loads(arguments.strip() or "{}")
@@ -121,13 +119,13 @@ def _object(arguments: str) -> dict[str, Any]:
 
 def described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for a template without tools: the system message describes the tools, calls and results are text."""
-    told = [_as_text(message) for message in messages]
-    if not tools or not told:
-        return told
+    texts = [_as_text(message) for message in messages]
+    if not tools or not texts:
+        return texts
     about = _TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
-    if told[0].get("role") == "system":
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{about}"}, *told[1:]]
-    return [{"role": "system", "content": about}, *told]
+    if texts[0].get("role") == "system":
+        return [{**texts[0], "content": f"{texts[0]['content']}\n\n{about}"}, *texts[1:]]
+    return [{"role": "system", "content": about}, *texts]
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +143,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 def escape_markers(text: str, behind: str = "") -> str:
     """`text` with a space inside every turn marker, so that no tokenizer reads it as one.
 
-    With `behind`, the text that it will be appended to: none that begins there either, where a step was cut inside one.
+    With `behind`, the text that it will be appended to, a marker that begins there is not completed either.
     """
     escaped, end = _TURN_MARKS.sub(lambda mark: mark.group() + " ", text), behind[-_LONGEST_MARK:]
     begun = len(_TURN_MARKS.findall(end + escaped)) > len(_TURN_MARKS.findall(end))

@@ -116,8 +116,8 @@ class OpenAISettings(SettingsModel):
             raise ValueError("set one of base_url and base_urls: each says which servers there are")
         if self.resolve != "off" and self.base_url is None:
             raise ValueError(f'resolve = "{self.resolve}" looks up the host of base_url, which is not set')
-        places = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # whoever the user is
-        for _, host, port, path in (place for place in places if places.count(place) > 1):
+        roots = [(url.scheme, url.host, url.port, url.path) for url in self.base_urls or ()]  # of any user
+        for _, host, port, path in (root for root in roots if roots.count(root) > 1):
             raise ValueError(f"base_urls names {host}:{port}{path} twice")
         return self
 
@@ -165,10 +165,9 @@ def read_secret(path: Path | str | None, name: str = "the key file") -> str:
     """The text of a key file without surrounding blanks. Raises `ConfigurationError` if it cannot be read."""
     try:
         return Path(path or "").expanduser().read_text("utf-8-sig").strip()
-    except (OSError, ValueError, RuntimeError) as error:  # the last for the home of a user whom there is not
-        reason = (
-            "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
-        )
+    except (OSError, ValueError, RuntimeError) as error:  # the last for the home of an unknown user
+        system = getattr(error, "strerror", None) or error
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else system
         raise ConfigurationError(f"cannot read {name} {str(path or '')!r}: {reason}") from None
 
 

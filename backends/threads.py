@@ -22,8 +22,8 @@ _M_ARENA_MAX: Final = -8  # of malloc.h
 def share_heaps() -> None:
     """Let the threads of this process share a few heaps, unless MALLOC_ARENA_MAX says how many.
 
-    Usually there are eight for each core. Every heap keeps what was freed in it, so that the same work, which comes to
-    another thread each time, takes the memory as many times. Call it before threads start.
+    Usually there are eight for each core. Memory that was freed in a heap stays there, so that the same work, which
+    comes to another thread each time, takes the memory as many times. Call it before threads start.
     """
     if sys.platform != "linux" or "MALLOC_ARENA_MAX" in os.environ:
         return
@@ -43,7 +43,7 @@ class _Job:
 
     def run(self) -> None:
         future, function, arguments = self.future, self.function, self.arguments
-        # The traceback of an error keeps the frames that hold this job: without these lines it would keep itself.
+        # The traceback of an error holds the frames that hold this job: without these lines that is a cycle.
         del self.future, self.function, self.arguments
         try:
             if future.set_running_or_notify_cancel():

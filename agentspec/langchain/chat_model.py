@@ -26,9 +26,19 @@ from agentspec.backends.base import Tokenization
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.backend import PoolBackend
+from agentspec.backends.pool.pool import retry_after
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime, shared_runtime
-from agentspec.errors import ConfigurationError, InvalidRequestError, RequestTimeoutError, UpstreamStatusError
+from agentspec.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    NoServerError,
+    OverloadedError,
+    RequestTimeoutError,
+    UpstreamError,
+    UpstreamStatusError,
+    UpstreamTimeoutError,
+)
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
@@ -36,7 +46,6 @@ from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import SamplingFields, parse_form, with_extra
 from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
-from agentspec.runtime.retries import attempts
 from agentspec.step.report import observe
 from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
@@ -46,6 +55,7 @@ _OWN = "model prediction speculation session store prefill latency_target_ms_per
 """Options besides sampling that may be set per call."""
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
+_RETRIED = (429, 502, 503, 504)
 _NO_ROUTE = (404, 405, 501)
 _REFUSED = (400, 422)
 
@@ -311,7 +321,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
                 runtime = self._runtime(call.model)
                 await runtime.start_for(call.model)
                 began = time.perf_counter()  # the time to load a model does not count
-                async with aclosing(attempts(runtime, call, self.max_retries)) as deltas:
+                async with aclosing(_attempts(runtime, call, self.max_retries)) as deltas:
                     async for delta in deltas:
                         usage, speculation = delta.usage or usage, delta.speculation or speculation
                         yield delta
@@ -329,6 +339,31 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         if self.base_url is None:
             return shared_runtime(model)
         return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
+
+
+async def _attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) -> AsyncGenerator[Delta]:
+    """Run `call`, with at most `max_retries` retries while no delta has arrived and the error is temporary."""
+    for attempt in range(max_retries + 1):
+        begun = False
+        try:
+            async with aclosing(runtime.generate(call)) as deltas:
+                async for delta in deltas:
+                    begun = True
+                    yield delta
+            return
+        except (OverloadedError, UpstreamError) as error:
+            if begun or attempt == max_retries or not _is_temporary(error):
+                raise
+            asked = error.retry_after if isinstance(error, OverloadedError | NoServerError) else None
+            if isinstance(error, UpstreamStatusError):
+                asked = retry_after(error.headers)
+        await anyio.sleep(min(0.5 * 2**attempt if asked is None else asked, 30.0))
+
+
+def _is_temporary(error: OverloadedError | UpstreamError) -> bool:
+    if isinstance(error, UpstreamStatusError):
+        return error.status in _RETRIED
+    return not isinstance(error, UpstreamTimeoutError)  # a timeout has already used up the time limit
 
 
 def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:

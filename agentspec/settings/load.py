@@ -182,43 +182,39 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: not valid TOML: nested too deeply") from None
 
 
+_SECRETS = ("api_key", "password", "secret", "key")
+
+
 def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
     """Raise `ConfigurationError` for a key or password in the tables of `file`, and say where it belongs."""
-    cache = file.get("cache")
-    cache = cache if isinstance(cache, Mapping) else {}
-    if "password" in cache or without_password(location := str(cache.get("path", ""))) != location:
-        raise ConfigurationError(
-            f"{path}: the password of cache.path must not stand in a file: files are copied and committed."
-            " Name a file in cache.password_file, or set PGPASSWORD"
-        )
-    for section, address in (("backends", "base_url"), ("knowledge", "url")):
-        for name, table in tables(file, section):
-            _refuse_key(f"{path}: {section}.{name}", f"{section}.{name}", table, address)
-    server = file.get("server")
-    if isinstance(server, dict) and "secret" in server:
-        raise ConfigurationError(
-            f"{path}: server.secret must not stand in a file: files are copied and committed."
-            f" Set {PREFIX}SERVER__SECRET, or name a file in server.secret_file"
-        )
-    keys = server.get("api_keys") if isinstance(server, dict) else None
-    for key in keys if isinstance(keys, list) else []:
-        if not isinstance(key, dict) or "key" in key or "api_key" in key:
-            raise ConfigurationError(
-                f"{path}: server.api_keys must not hold a key itself: files are copied and committed."
-                " Write [[server.api_keys]] with tenant and key_env (a variable's name) or key_file"
-            )
+    for key, value in _leaves(file):
+        named = f"{path}: {'.'.join(key)}"
+        reason = "files are copied and committed"
+        if key[:2] == ("server", "api_keys") and (len(key) == 3 or key[-1] in _SECRETS):
+            advice = "Write [[server.api_keys]] with tenant and key_env (a variable's name) or key_file"
+            raise ConfigurationError(f"{path}: server.api_keys must not hold a key itself: {reason}. {advice}")
+        if key[-1] in _SECRETS:
+            variable = "PGPASSWORD" if key[0] == "cache" else _variable_of(key)
+            advice = f"Set {variable}, or name a file in {'.'.join(key)}_file"
+            raise ConfigurationError(f"{named} must not stand in a file: {reason}. {advice}")
+        if isinstance(value, str) and (without_password(value) != value or _has_login(value)):
+            name = "password" if key[0] == "cache" else "api_key"
+            advice = f"Name a file in {'.'.join(key[:2] if key[0] != 'cache' else key[:1])}.{name}_file"
+            raise ConfigurationError(f"{named} must not carry a password: {reason}. {advice}")
 
 
-def _refuse_key(where: str, key: str, table: Mapping[str, Any], address: str) -> None:
-    """Refuse a key or a password in the table of a backend or knowledge base that has an `address`."""
-    variable = PREFIX + "__".join(env_key(part).upper() for part in (*key.split(".", 1), "api_key"))
-    advice = f"files are copied and committed. Set {variable}, or name a file in {key}.api_key_file"
-    if "api_key" in table:
-        raise ConfigurationError(f"{where}.api_key must not stand in a file: {advice}")
-    given = table.get(f"{address}s")
-    urls = [table.get(address, ""), *(given if isinstance(given, list) else ())]
-    if any("@" in urlsplit(str(url)).netloc for url in urls):
-        raise ConfigurationError(f"{where}.{address} must not carry a password: {advice}")
+def _leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value that is no table or list, with its key, in which a position of a list is a number."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield key, value
+        return
+    for name, child in items:
+        yield from _leaves(child, (*key, str(name)))
+
+
+def _has_login(text: str) -> bool:
+    return text.startswith(("http://", "https://")) and "@" in urlsplit(text).netloc
 
 
 def env_key(name: str) -> str:
@@ -261,10 +257,10 @@ def _value(name: str) -> Any:
 
 def _unaliased(name: str) -> str:
     """The variable that an alias stands for. Raises `ConfigurationError` if both are set and differ."""
-    meant = ALIASES.get(name.upper(), name)
-    if meant != name and os.environ.get(meant, os.environ[name]) != os.environ[name]:
-        raise ConfigurationError(f"{name} and {meant} differ: unset one of them, they mean the same setting")
-    return meant
+    full = ALIASES.get(name.upper(), name)
+    if full != name and os.environ.get(full, os.environ[name]) != os.environ[name]:
+        raise ConfigurationError(f"{name} and {full} differ: unset one of them, they mean the same setting")
+    return full
 
 
 def _is_setting(name: str) -> bool:
@@ -326,10 +322,14 @@ def _is_section(key: Key) -> bool:
     return len(key) == 1 or (len(key) == 2 and key[0] in ("backends", "models", "knowledge"))
 
 
+def _variable_of(key: Key) -> str:
+    return PREFIX + "__".join(env_key(part).upper() for part in key)
+
+
 def _variable(key: Key) -> str:
     """The environment variable that set `key`."""
-    name = PREFIX + "__".join(env_key(part).upper() for part in key)
-    alias = next((alias for alias, meant in ALIASES.items() if meant == name), name)
+    name = _variable_of(key)
+    alias = next((alias for alias, long in ALIASES.items() if long == name), name)
     return alias if name not in os.environ and alias in os.environ else name
 
 
@@ -380,6 +380,6 @@ def _explain(item: Any, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
 def _where(key: Key, origins: Mapping[Key, tuple[SourceKind, str]]) -> str:
     """The file or variable that sets `key`, or else the source of another key in the same table."""
     nearest = [known for known in origins if known[: len(key)] == key or key[: len(known)] == known]
-    beside = [known for known in origins if known[:-1] == key[:-1]]
-    source, origin = origins[(nearest or beside)[0]] if nearest or beside else ("default", "")
+    found = nearest or [known for known in origins if known[:-1] == key[:-1]]
+    source, origin = origins[found[0]] if found else ("default", "")
     return {"file": f"{origin}: ", "env": f"{origin}: ", "flag": "command line: ", "default": ""}[source]

@@ -55,13 +55,13 @@ class ModelSettings(SettingsModel):
 
 
 def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Model name -> (backend name, the backend's own name for the model)."""
+    """Model name -> (backend name, the backend's own name for the model). That of a strategy is its base model's."""
     names = {name: (name, name) for name in given if name not in settings.backends}
     for name, model in settings.models.items():
         if isinstance(model, StrategySettings):
-            names[name] = (_base_backend(settings, model), name)
-            continue
-        names[name] = _backend_of(settings, name, model)
+            names[name] = _plain(settings, model.base)[0], name
+        else:
+            names[name] = _plain(settings, name)
     if settings.models:
         return names
     for name, backend in settings.backends.items():
@@ -76,17 +76,13 @@ def model_names(settings: Settings, given: Collection[str] = ()) -> dict[str, tu
     return names
 
 
-def _base_backend(settings: Settings, strategy: StrategySettings) -> str:
-    """The backend of a strategy's base model: it writes the answer, so its limits apply."""
-    base = settings.models.get(strategy.base)
-    return _backend_of(settings, strategy.base, base)[0] if isinstance(base, ModelSettings) else strategy.base
-
-
-def _backend_of(settings: Settings, name: str, model: ModelSettings) -> tuple[str, str]:
-    """The backend, or the pool, of a plain model, and its name for the model."""
-    own = settings.backends[model.sources[0]].model
+def _plain(settings: Settings, name: str) -> tuple[str, str]:
+    """The backend or pool of a plain model or of a backend, and its name for the model: `name` where none is set."""
+    model = settings.models.get(name)
+    if not isinstance(model, ModelSettings):
+        return name, settings.backends[name].model or name
     backend = model_pool(name) if needs_pool(settings, model) else model.sources[0]
-    return backend, model.upstream_model or own or name
+    return backend, model.upstream_model or settings.backends[model.sources[0]].model or name
 
 
 def named_model(settings: Settings, name: str) -> tuple[str, str]:
@@ -96,12 +92,11 @@ def named_model(settings: Settings, name: str) -> tuple[str, str]:
     """
     model = settings.models.get(name)
     sources = model.sources if isinstance(model, ModelSettings) else (name,)
-    given = model.upstream_model if isinstance(model, ModelSettings) else None
-    for backend_name in sources:
-        if (given or settings.backends[backend_name].model) is None:
-            raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend_name}.model")
-    upstream_model = given or settings.backends[sources[0]].model or ""
-    return (_backend_of(settings, name, model)[0] if isinstance(model, ModelSettings) else name), upstream_model
+    named = isinstance(model, ModelSettings) and model.upstream_model is not None
+    for backend in sources:
+        if not named and settings.backends[backend].model is None:
+            raise ConfigurationError(f"{name!r} is used by a strategy: set backends.{backend}.model")
+    return _plain(settings, name)
 
 
 def strategies_of(settings: Settings, base: tuple[str, str]) -> dict[str, str]:
@@ -114,16 +109,10 @@ def unreachable(settings: Settings) -> dict[str, str]:
     """Maps each backend that no model name reaches to advice on what to change."""
     reached = {backend for backend, _ in model_names(settings).values()} | {passthrough(settings)}
     for model in settings.models.values():
-        if isinstance(model, StrategySettings):
-            reached |= set(model.models.values())
-        else:
-            reached |= {*model.sources}
-    return {name: _advice(name, settings) for name in settings.backends if name not in reached}
-
-
-def _advice(name: str, settings: Settings) -> str:
-    advice = f'add a [models.NAME] table with backend = "{name}"'
-    return advice if settings.models else f"{advice} for each model, or set backends.{name}.model"
+        reached |= {*(model.models.values() if isinstance(model, StrategySettings) else model.sources)}
+    further = "" if settings.models else " for each model, or set backends.{}.model"
+    left = [name for name in settings.backends if name not in reached]
+    return {name: f'add a [models.NAME] table with backend = "{name}"{further.format(name)}' for name in left}
 
 
 def passthrough(settings: Settings, given: Collection[str] = ()) -> str | None:

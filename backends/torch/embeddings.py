@@ -30,7 +30,7 @@ BATCH = 32
 
 
 class SentenceEncoder:
-    """An embedding model. It computes in the local engine's thread, one batch a turn; any thread may call it."""
+    """An embedding model. It computes in the local engine's thread, batch by batch; any thread may call it."""
 
     def __init__(self, model: Any, tokenizer: Any, fingerprint: str) -> None:
         self.max_tokens: int = min(MAX_TOKENS, model.config.max_position_embeddings)
@@ -60,8 +60,7 @@ class SentenceEncoder:
 
     async def encode(self, text: str) -> Vectors:
         """The vector [dimensions] of one text, computed in a batch of its own: other requests do not change it."""
-        vectors = await asyncio.wrap_future(self._submit([text]))
-        first: Vectors = vectors[0]
+        first: Vectors = (await asyncio.wrap_future(self._submit([text])))[0]
         return first
 
     def encode_all(self, texts: Sequence[str], advance: Callable[[int], None] = lambda done: None) -> Vectors:
@@ -83,15 +82,12 @@ class SentenceEncoder:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
         self._tasks.close()
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text that are read. All tokens of a text are made before it is cut, so one at a time."""
-        return [self._tokenizer(text, truncation=True, max_length=self.max_tokens)["input_ids"] for text in texts]
-
     def _submit(self, texts: Sequence[str]) -> Future[Vectors]:
         return self._tasks.submit(lambda: self._vectors(texts))
 
     def _vectors(self, texts: Sequence[str]) -> Vectors:
-        rows = [torch.tensor(ids, dtype=torch.long) for ids in self._tokens(texts)]
+        options = {"truncation": True, "max_length": self.max_tokens}  # each text alone: all its tokens are made first
+        rows = [torch.tensor(self._tokenizer(text, **options)["input_ids"], dtype=torch.long) for text in texts]
         padded = pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0)
         read = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self._model.device)
         hidden: Tensor = self._model(padded.to(self._model.device), attention_mask=read).last_hidden_state
@@ -102,7 +98,7 @@ class SentenceEncoder:
 
 
 class EncoderBackend:
-    """Turns texts into vectors of length 1. Nothing of a text is kept. It owns `encoder`."""
+    """Turns texts into vectors of length 1, and stores nothing of them. It owns `encoder`."""
 
     def __init__(self, encoder: SentenceEncoder) -> None:
         self._encoder = encoder

@@ -77,7 +77,7 @@ async def check_exactness(
     backend: TorchBackend, questions: Sequence[ExactnessCase], progress: Progress
 ) -> ExactnessReport:
     """Answer every question in four ways and compare the answers. The backend needs a token cache, and no other
-    requests may use the backend meanwhile.
+    requests may use the backend at that time.
 
     Answers are exact, as docs/engines.md defines it, if they are equal up to a near-tie. Raises as the backend does.
     """
@@ -122,17 +122,10 @@ def first_divergence(
     first, second = (answer[position] if position < len(answer) else -1 for answer in (off, on))
     apart = together = float("inf")
     if -1 not in (first, second):
-        apart, together = on_own_thread(lambda: _gaps(target, question, off[:position], (first, second)))
-    return TokenDivergence(
-        way, number, position, first, second, apart, together, NEAR_TIE.get(target.dtype, COARSE_TIE)
-    )
-
-
-def _gaps(
-    target: TargetModel, question: ExactnessCase, written: Sequence[int], pair: tuple[int, int]
-) -> tuple[float, float]:
-    apart, together = _logits(target, question.prompt, written)
-    return _gap(apart, pair, question, len(written)), _gap(together, pair, question, len(written))
+        logits = on_own_thread(lambda: _logits(target, question.prompt, off[:position]))
+        apart, together = (_gap(each, (first, second), question, position) for each in logits)
+    tie = NEAR_TIE.get(target.dtype, COARSE_TIE)
+    return TokenDivergence(way, number, position, first, second, apart, together, tie)
 
 
 @torch.inference_mode()

@@ -21,7 +21,6 @@ from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.model.batch import ATTENTION_NAME, BatchItem
 from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, synchronize
 from agentspec.backends.torch.model.graphs.recording import record_graphs
-from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.layers import Float32Head, pack_linears, unpack_linears
 from agentspec.backends.torch.model.norms import fuse_norms, unfuse_norms
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
@@ -119,8 +118,9 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
     """
     module.eval()
     choose_kernels(module.device)
-    if module.dtype != torch.float32:
-        _float32_head(module)
+    head = module.get_output_embeddings()
+    if module.dtype != torch.float32 and type(head) is nn.Linear:
+        module.set_output_embeddings(Float32Head(head))
     check = SelfCheck.of(module)
     if not check.logits.isfinite().all():
         dtype = str(module.dtype).removeprefix("torch.")
@@ -137,24 +137,12 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
         advice = "serve it by vLLM or SGLang, and name that server as the backend"
         message = f"the local engine cannot run {name!r} ({type(module).__name__}): {reason}; {advice}"
         raise ModelUnavailableError(message)
-    _limit_context(target, name)
-    tokenizer_hash, template_hash = hashes(tokenizer)
-    return LoadedModel(
-        name=name,
-        target=target,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        tokenizer_hash=tokenizer_hash,
-        template_hash=template_hash,
-    )
-
-
-def _limit_context(target: TargetModel, name: str) -> None:
-    bound = max_exact_context(target.module.config)
+    bound = max_exact_context(module.config)
     if bound is not None and bound < target.context_length:
         reason = "behind them its positions change with the length of the text"
         logger.warning("%s takes texts of up to %d tokens: %s", name, bound, reason)
         target.context_length = bound
+    return LoadedModel(name, target, tokenizer, fingerprint, *hashes(tokenizer))
 
 
 def choose_target(module: Any, check: SelfCheck, structure: StructureCheck | None) -> TargetModel | None:
@@ -171,12 +159,6 @@ def choose_target(module: Any, check: SelfCheck, structure: StructureCheck | Non
             return target
     module.set_attn_implementation(own)
     return None
-
-
-def _float32_head(module: Any) -> None:
-    head = module.get_output_embeddings()
-    if type(head) is nn.Linear:
-        module.set_output_embeddings(Float32Head(head))
 
 
 def choose_device(name: str) -> torch.device:
@@ -202,20 +184,16 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     float16 on a CPU.
     """
     if name == "auto":
-        return _best_dtype(device)
+        if device.type == "cpu":
+            return torch.float32
+        native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
     if name not in DTYPES:
         raise ConfigurationError(f"dtype must be auto or one of {sorted(DTYPES)}, not {name!r}", param="dtype")
     if name == "float16" and device.type == "cpu":
         message = "float16 has no fast kernels on a CPU: use float32, or bfloat16 to halve the memory"
         raise ConfigurationError(message, param="dtype")
     return DTYPES[name]
-
-
-def _best_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cpu":
-        return torch.float32
-    native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if native else torch.float16
 
 
 def choose_kernels(device: torch.device) -> None:
@@ -286,15 +264,15 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
     started = perf_counter()
     cache = target.new_cache(FAR + max(SIZES))
     target.forward(cache, [0])
-    samples: list[tuple[int, int, float]] = []
     sizes = [size for size in SIZES if size <= target.context_length]
-    far = min(FAR, target.context_length - max(sizes))
-    several = min(16, max(sizes))
-    plan = [(size, 0) for _ in range(PASSES) for size in sizes] + [(1, far), (1, far), (several, far), (several, far)]
-    for size, context in plan:
+    far, several = min(FAR, target.context_length - max(sizes)), min(16, max(sizes))
+    samples: list[tuple[int, int, float]] = []
+    for size, context in [(size, 0) for size in sizes] * PASSES + [(1, far), (1, far), (several, far), (several, far)]:
         if samples and perf_counter() - started > limit_seconds:
             break
-        samples.append((size, context, _timed(target, cache, size, context)))
+        cache.fill_blank(context)
+        item = BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))
+        samples.append((size, context, _timed(target, [item])))
     return samples[1:] or samples
 
 
@@ -305,15 +283,10 @@ def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
         return []
     items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
     target.forward_batch(items)
-    return [(count, _clocked(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
+    return [(count, _timed(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
 
 
-def _timed(target: TargetModel, cache: SequenceCache, size: int, context: int) -> float:
-    cache.fill_blank(context)
-    return _clocked(target, [BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))])
-
-
-def _clocked(target: TargetModel, items: Sequence[BatchItem]) -> float:
+def _timed(target: TargetModel, items: Sequence[BatchItem]) -> float:
     synchronize(target.device)
     started = perf_counter()
     target.forward_batch(items)[0][0, 0].item()

@@ -61,16 +61,12 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _tensors() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (VOCABULARY, WIDTH),
-        "output_norm.weight": (WIDTH,),
-        "output.weight": (VOCABULARY, WIDTH),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"output_norm.weight": (WIDTH,)}
+    shapes |= {f"{name}.weight": (VOCABULARY, WIDTH) for name in ("token_embd", "output")}
     for layer in range(LAYERS):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            shapes[f"blk.{layer}.{name}.weight"] = (WIDTH, WIDTH)
-        for name in ("attn_norm", "ffn_norm"):
-            shapes[f"blk.{layer}.{name}.weight"] = (WIDTH,)
+        names = ("attn_q", "attn_k", "attn_v", "attn_output")
+        shapes |= {f"blk.{layer}.{name}.weight": (WIDTH, WIDTH) for name in names}
+        shapes |= {f"blk.{layer}.{name}.weight": (WIDTH,) for name in ("attn_norm", "ffn_norm")}
         shapes |= {f"blk.{layer}.ffn_{name}.weight": (INNER, WIDTH) for name in ("gate", "up")}
         shapes[f"blk.{layer}.ffn_down.weight"] = (WIDTH, INNER)
     return shapes
@@ -162,7 +158,7 @@ def test_without_the_hub_the_error_says_what_else_can_be_done(store, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
+def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf, builtin):
     assert locate(str(tiny_gguf)) is None
     files = resolve(str(tiny_gguf))
     assert files.fingerprint == compute_sha256(tiny_gguf)
@@ -172,6 +168,7 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert resolve(str(tiny_gguf)) == locate(str(tiny_gguf)) == files
     assert resolve(str(tiny_gguf.parent)).folder == files.folder, "a folder with one GGUF file is that file"
     assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
+    assert resolve("tiny").fingerprint == builtin.sha256 == compute_sha256(store / "tiny" / "tiny.gguf")
 
 
 @pytest.mark.slow
@@ -181,13 +178,6 @@ def test_a_damaged_gguf_file_is_refused(store, tmp_path, tiny_gguf):
     with pytest.raises(ModelUnavailableError, match=r"cannot prepare .*damaged\.gguf"):
         resolve(str(damaged))
     assert not [path for path in store.rglob("*") if path.name.startswith((".partial", "prepared"))]
-
-
-@pytest.mark.slow
-def test_a_builtin_may_be_a_gguf_file_inside_a_wheel(store, builtin):
-    files = resolve("tiny")
-    assert files.fingerprint == builtin.sha256 == compute_sha256(store / "tiny" / "tiny.gguf")
-    assert (files.folder / "model.safetensors").is_file() and locate("tiny") == files
 
 
 def test_a_builtin_is_fetched_by_several_at_once_whatever_was_interrupted_before(store, wheel_of, monkeypatch):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
 from agentspec.backends.settings import OpenAISettings, TorchSettings
-from agentspec.cli.config import effective_values
+from agentspec.cli import app
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.settings import STRATEGIES, IndexSettings, RemoteSettings, SpecReasonSettings
 from agentspec.settings.load import Settings, load_settings
@@ -44,8 +45,11 @@ def write(tmp_path: Path):
     return write
 
 
-def sources(settings: Settings) -> dict[str, str]:
-    return {value["key"]: f"{value['source']} {value['origin']}".strip() for value in effective_values(settings)}
+def shown(path: Path | None = None) -> dict[str, dict[str, str]]:
+    """What `agentspec config show` prints of each key."""
+    named = [] if path is None else ["--config", str(path)]
+    rows = json.loads(CliRunner().invoke(app, ["config", "show", "--json", *named]).stdout)
+    return {row["key"]: row for row in rows}
 
 
 def test_the_documented_file_loads(write):
@@ -60,9 +64,8 @@ def test_the_documented_file_loads(write):
 
 def test_the_example_is_complete_and_loads(repository):
     example = repository / "examples" / "agentspec.toml"
-    settings = load_settings(example)
     written = example.read_text()
-    missing = [value["key"] for value in effective_values(settings) if value["key"].rpartition(".")[2] not in written]
+    missing = [key for key in shown(example) if key.rpartition(".")[2] not in written]
     missing += [key for strategy in STRATEGIES.values() for key in strategy.model_fields if key not in written]
     assert missing == []
 
@@ -80,17 +83,13 @@ def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_SERVER__HOST", "env")
     settings = load_settings(path, {"server": {"host": "flag"}})
     assert (settings.server.host, settings.server.port, settings.server.max_connections) == ("flag", 2, 1)
-    found = sources(settings)
-    assert found["server.host"] == "flag"
-    assert found["server.port"] == "env AGENTSPEC_SERVER__PORT"
-    assert found["server.max_connections"] == f"file {path}"
-    assert found["server.max_concurrent"] == "default"
+    assert settings.origin(("server", "host")) == ("flag", "")
+    assert settings.origin(("server", "port")) == ("env", "AGENTSPEC_SERVER__PORT")
+    assert settings.origin(("server", "max_connections")) == ("file", str(path))
+    assert settings.origin(("server", "max_concurrent")) == ("default", "")
 
 
-def test_the_file_may_be_named_by_the_environment(write, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_CONFIG", str(write("[server]\nport = 1\n")))
-    assert load_settings().server.port == 1
-
+STRATEGY = "[backends.big]\nkind = 'openai'\nbase_url = 'http://h/v1'\nmodel = 'm'\n[backends.tiny]\nkind = 'torch'\n"
 
 REFUSED = [
     ("[server]\nprot = 1", "server.prot: unknown key; did you mean 'port'?"),
@@ -124,6 +123,30 @@ REFUSED = [
         "server.api_keys.0.tokens_per_minute: must be a number",
     ),
     ("[server\n", "not valid TOML"),
+    ("a = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+    ("[server]\nprot = 1\nport = true\n[cache]\npath = 3\n", "cache.path"),  # every mistake is reported at once
+    *(
+        (f"[knowledge.k]\n{table}\n", message)
+        for table, message in [
+            ('path = "x"', 'knowledge.k: set kind = "index"'),
+            ('kind = "index"', "knowledge.k.path: missing"),
+            ('kind = "index"\npath = "x"\npth = "y"', "knowledge.k.pth: unknown key; did you mean 'path'?"),
+            ('kind = "remote"\nurl = "nowhere"', "knowledge.k.url = 'nowhere'"),
+            ('kind = "remote"\nurl = "http://kb"\napi_key = "s3cret"', "AGENTSPEC_KNOWLEDGE__K__API_KEY"),
+            ('kind = "remote"\nurl = "http://me:s3cret@kb"', "knowledge.k.url must not carry a password"),
+        ]
+    ),
+    *(
+        (f"{STRATEGY}[models.fast]\n{table}\n", message)
+        for table, message in [
+            ("strategy = 'specreasn'\nbase = 'big'\nsmall = 'tiny'", "models.fast.strategy: must be one of specreason"),
+            ("strategy = 'specreason'\nbase = 'big'\nsmall = 'tny'", "did you mean 'tiny'?"),
+            ("strategy = 'specreason'\nbase = 'fast'\nsmall = 'tiny'", "names no plain model and no backend"),
+            ("strategy = 'specreason'\nbase = 'big'", "models.fast.small: missing"),
+            ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepht = 2", "did you mean 'depth'?"),
+            ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepth = 99", "models.fast.depth = '99': "),
+        ]
+    ),
 ]
 
 
@@ -132,14 +155,7 @@ def test_a_mistake_is_refused_naming_file_key_and_remedy(write, text, message):
     path = write(text)
     with pytest.raises(ConfigurationError) as caught:
         load_settings(path)
-    assert message in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_every_mistake_is_reported_at_once(write):
-    with pytest.raises(ConfigurationError) as caught:
-        load_settings(write("[server]\nprot = 1\nprt = 2\n[cache]\npath = 3\n"))
-    assert len(str(caught.value).splitlines()) == 3
+    assert message in str(caught.value) and str(path) in str(caught.value) and "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -162,33 +178,26 @@ def test_a_secret_in_the_file_is_refused_with_the_reason_and_not_repeated(write,
 
 def test_a_secret_from_the_environment_is_used_and_masked(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_BACKENDS__VLLM__API_KEY", "sk-secret")
-    settings = load_settings(write(UPSTREAM))
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__KIND", "openai")
+    monkeypatch.setenv("AGENTSPEC_BACKENDS__UP__BASE_URL", "http://user:sk-secret@host/v1")
+    path = write(UPSTREAM)
+    settings = load_settings(path)
     backend = settings.backends["vllm"]
-    assert isinstance(backend, OpenAISettings)
-    assert backend.api_key == SecretStr("sk-secret")
-    shown = json.dumps([value["value"] for value in effective_values(settings)])
-    assert "sk-secret" not in shown + repr(settings)
-    assert "****" in shown
+    assert isinstance(backend, OpenAISettings) and backend.api_key == SecretStr("sk-secret")
+    assert "sk-secret" not in repr(backend) + str(shown(path)) and "****" in str(shown(path))
 
 
 def test_the_caches_password_is_used_and_masked(write, tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text("sk-secret\n")
     monkeypatch.setenv("AGENTSPEC_CACHE__PASSWORD_FILE", str(secret))
-    settings = load_settings(write('[cache]\npath = "postgresql://user@host/db"'))
-    assert settings.cache.location() == "postgresql://user:sk-secret@host/db"
+    path = write('[cache]\npath = "postgresql://user@host/db"')
+    assert load_settings(path).cache.location() == "postgresql://user:sk-secret@host/db"
+    assert "sk-secret" not in str(shown(path))
     monkeypatch.delenv("AGENTSPEC_CACHE__PASSWORD_FILE")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "postgresql://user:sk-secret@host/db")
-    other = load_settings()
-    assert other.cache.location() == "postgresql://user:sk-secret@host/db"
-    for shown in (settings, other):
-        assert "sk-secret" not in json.dumps([value["value"] for value in effective_values(shown)])
-
-
-def test_a_password_in_an_upstream_url_is_masked():
-    url = "http://user:sk-secret@host/v1"
-    settings = load_settings(None, {"backends": {"up": {"kind": "openai", "base_url": url}}})
-    assert "sk-secret" not in json.dumps([value["value"] for value in effective_values(settings)])
+    assert load_settings().cache.location() == "postgresql://user:sk-secret@host/db"
+    assert "sk-secret" not in str(shown())
 
 
 @pytest.mark.parametrize(
@@ -225,8 +234,7 @@ def test_the_cache_folder_has_two_names(monkeypatch):
     monkeypatch.setenv("AGENTSPEC_CACHE_PATH", "/cache")
     settings = load_settings()
     assert settings.cache.path == Path("/cache")
-    [value] = [value for value in effective_values(settings) if value["key"] == "cache.path"]
-    assert (value["source"], value["origin"]) == ("env", "AGENTSPEC_CACHE_PATH")
+    assert settings.origin(("cache", "path")) == ("env", "AGENTSPEC_CACHE_PATH")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/cache")
     assert load_settings().cache.path == Path("/cache")
     monkeypatch.setenv("AGENTSPEC_CACHE__PATH", "/other")
@@ -261,73 +269,16 @@ def test_the_documented_settings_are_the_real_ones(repository):
     subprocess.run([sys.executable, str(repository / "docs" / "update.py"), "--check"], check=True)
 
 
-STRATEGY = "[backends.big]\nkind = 'openai'\nbase_url = 'http://h/v1'\nmodel = 'm'\n[backends.tiny]\nkind = 'torch'\n"
-
-
-def test_a_strategy_is_a_model_with_knobs(write):
-    path = write(f"{STRATEGY}[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n")
-    settings = load_settings(path)
-    assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
-    found = {value["key"]: value["value"] for value in effective_values(settings)}
-    assert found["models.fast.threshold"] == 6.0 and found["models.fast.strategy"] == "specreason"
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ("strategy = 'specreasn'\nbase = 'big'\nsmall = 'tiny'", "models.fast.strategy: must be one of specreason"),
-        ("strategy = 'specreason'\nbase = 'big'\nsmall = 'tny'", "did you mean 'tiny'?"),
-        ("strategy = 'specreason'\nbase = 'fast'\nsmall = 'tiny'", "names no plain model and no backend"),
-        ("strategy = 'specreason'\nbase = 'big'", "models.fast.small: missing"),
-        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepht = 2", "did you mean 'depth'?"),
-        ("strategy = 'lookahead'\nbase = 'big'\nsmall = 'tiny'\ndepth = 99", "models.fast.depth = '99': "),
-        ("strategy = 'speculative_thinking'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 2", "unknown key"),
-    ],
-)
-def test_mistakes_in_a_strategy_are_named(write, table, said):
-    path = write(f"{STRATEGY}[models.fast]\n{table}\n")
-    with pytest.raises(ConfigurationError) as caught:
-        load_settings(path)
-    assert said in str(caught.value)
-
-
-KNOWLEDGE = """
-[knowledge.handbook]
-kind = "index"
-path = "~/handbook"
-
-[knowledge.search]
-kind = "remote"
-url = "http://kb.example/v1"
-"""
-
-
-def test_knowledge_bases_are_configured(write, monkeypatch):
+def test_strategies_and_knowledge_bases_are_configured(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_KNOWLEDGE__SEARCH__API_KEY", "sk-secret")
-    settings = load_settings(write(KNOWLEDGE))
+    knowledge = '[knowledge.handbook]\nkind = "index"\npath = "~/handbook"\n[knowledge.search]\nkind = "remote"\n'
+    fast = "[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n"
+    settings = load_settings(write(f'{STRATEGY}{fast}{knowledge}url = "http://kb.example/v1"\n'))
+    assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
     handbook, search = settings.knowledge["handbook"], settings.knowledge["search"]
-    assert isinstance(handbook, IndexSettings)
-    assert isinstance(search, RemoteSettings)
+    assert isinstance(handbook, IndexSettings) and isinstance(search, RemoteSettings)
     assert search.api_key is not None and search.api_key.get_secret_value() == "sk-secret"
-    assert "sk-secret" not in str(effective_values(settings))
-
-
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ('path = "x"', 'knowledge.k: set kind = "index"'),
-        ('kind = "index"', "knowledge.k.path: missing"),
-        ('kind = "index"\npath = "x"\npth = "y"', "knowledge.k.pth: unknown key; did you mean 'path'?"),
-        ('kind = "remote"\nurl = "nowhere"', "knowledge.k.url = 'nowhere'"),
-        ('kind = "remote"\nurl = "http://kb"\nulr = 1', "did you mean 'url'?"),
-        ('kind = "remote"\nurl = "http://kb"\napi_key = "s3cret"', "AGENTSPEC_KNOWLEDGE__K__API_KEY"),
-        ('kind = "remote"\nurl = "http://me:s3cret@kb"', "knowledge.k.url must not carry a password"),
-    ],
-)
-def test_mistakes_in_a_knowledge_base_are_named(write, table, said):
-    with pytest.raises(ConfigurationError) as caught:
-        load_settings(write(f"[knowledge.k]\n{table}\n"))
-    assert said in str(caught.value) and "s3cret" not in str(caught.value)
+    assert "sk-secret" not in repr(settings)
 
 
 @pytest.mark.parametrize(
@@ -356,9 +307,3 @@ def test_what_should_be_a_table_is_refused_whatever_flags_and_variables_say(
     with pytest.raises(ConfigurationError, match="must be a table") as caught:
         load_settings(path, overrides)
     assert named in caught.value.message
-
-
-def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    (path := tmp_path / "agentspec.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
-    with pytest.raises(ConfigurationError, match="nested too deeply"):
-        load_settings(path)

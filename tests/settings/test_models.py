@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.settings import PoolSpec, PoolTarget
 from agentspec.errors import ConfigurationError
-from agentspec.placement import DEFAULT_POLICY, POLICIES
+from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings, load_settings
-from agentspec.settings.models import model_names, named_model, open_fleet, pool_specs, unreachable
+from agentspec.testing import FakeBackend
+
+pytestmark = pytest.mark.anyio
 
 UPSTREAMS = """
 [backends.a]
@@ -59,29 +60,37 @@ def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, text: str, messa
     assert message in str(caught.value)
 
 
-def test_a_pool_asks_each_backend_for_its_own_name_of_the_model(tmp_path: Path) -> None:
-    settings = load(tmp_path, '[models.m]\nbackends = ["a", "b"]\nplacement = "round_robin"\n'
-                              '[models.plain]\nbackend = "a"\nupstream_model = "small"\n')  # fmt: skip
-    specs = pool_specs(settings)
-    assert specs["models.m"] == PoolSpec("models.m", (PoolTarget("a", "m"), PoolTarget("b", "served")), "round_robin")
-    assert specs["b"] == PoolSpec("b", (PoolTarget("b", "served"),), DEFAULT_POLICY)
-    assert model_names(settings)["m"][0] == "models.m"
-    assert model_names(settings)["plain"] == ("a", "small")
-    assert named_model(settings, "b") == ("b", "served")
-    assert list(unreachable(settings)) == ["here"]
+POOLS = """
+[models.m]
+backends = ["a", "b"]
+placement = "round_robin"
+[models.n]
+backends = ["a"]
+[models.plain]
+backend = "a"
+upstream_model = "small"
+"""
 
 
-def test_one_server_is_one_member_of_all_pools_that_it_is_in(tmp_path: Path) -> None:
-    settings = load(tmp_path, '[models.m]\nbackends = ["a", "b"]\n[models.n]\nbackends = ["a"]\n')
-    fleet = open_fleet(settings, {})
-    assert fleet is not None
-    members = {name: [member for member, _ in backend.pool.members()] for name, backend in fleet.backends.items()}
-    assert [one.name for one in members["models.m"]] == ["a", "b/b1:8000", "b/b2:8000"]
-    assert members["models.n"][0] is members["models.m"][0]
+async def test_a_pool_asks_each_backend_for_its_own_name_of_the_model(tmp_path: Path) -> None:
+    async with Runtime(load(tmp_path, POOLS), backends={"here": FakeBackend()}) as runtime:
+        routes = {name: runtime.route(name) for name in ("m", "n", "plain")}
+        assert {name: route.backend_name for name, route in routes.items()} == {
+            "m": "models.m",
+            "n": "models.n",
+            "plain": "a",
+        }
+        assert routes["plain"].upstream_model == "small" and runtime.fleet is not None
+        members = {name: list(one.pool.members()) for name, one in runtime.fleet.backends.items()}
+        assert [(one.name, model) for one, model in members["models.m"]] == [
+            ("a", "m"), ("b/b1:8000", "served"), ("b/b2:8000", "served")
+        ]  # fmt: skip
+        assert members["models.n"][0][0] is members["models.m"][0][0]  # one server is one member of all its pools
+        assert [model for _, model in members["b"]] == ["served"] * 2
 
 
-def test_without_several_servers_there_is_no_pool(tmp_path: Path) -> None:
+async def test_without_several_servers_there_is_no_pool(tmp_path: Path) -> None:
     path = tmp_path / "agentspec.toml"
     path.write_text('[backends.a]\nkind = "openai"\nbase_url = "http://a:8000/v1"\n[models.m]\nbackend = "a"\n')
-    assert open_fleet(load_settings(path), {}) is None
-    assert set(POLICIES) >= {"round_robin", "least_loaded", DEFAULT_POLICY}
+    async with Runtime(load_settings(path)) as runtime:
+        assert runtime.fleet is None and runtime.route("m").backend_name == "a"

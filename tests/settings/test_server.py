@@ -39,27 +39,19 @@ def test_a_short_secret_and_one_in_the_configuration_file_are_refused(tmp_path: 
 
 def test_api_keys_come_from_variables_and_files(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY", " abc\n")
-    file = tmp_path / "key"
-    file.write_text("def\n")
+    for name, text in (("key", "def\n"), ("empty", "\n"), ("two", "abc\ndef\n")):
+        (tmp_path / name).write_text(text)
     assert ApiKey(key_env="KEY").secret() == SecretStr("abc")
-    assert ApiKey(key_file=file).secret() == SecretStr("def")
-
-
-def test_a_missing_api_key_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="'ABSENT'"):
-        ApiKey(key_env="ABSENT").secret()
-    with pytest.raises(ConfigurationError, match="cannot read the key file"):
-        ApiKey(key_file=tmp_path / "absent").secret()
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigurationError, match="is empty"):
-        ApiKey(key_file=tmp_path / "empty").secret()
-
-
-def test_a_key_that_no_client_can_send(tmp_path):
-    (tmp_path / "two").write_text("abc\ndef\n")
-    with pytest.raises(ConfigurationError, match="a single line") as refused:
-        ApiKey(key_file=tmp_path / "two").secret()
-    assert "abc" not in str(refused.value)
+    assert ApiKey(key_file=tmp_path / "key").secret() == SecretStr("def")
+    for key, said in (
+        (ApiKey(key_env="ABSENT"), "'ABSENT'"),
+        (ApiKey(key_file=tmp_path / "absent"), "cannot read the key file"),
+        (ApiKey(key_file=tmp_path / "empty"), "is empty"),
+        (ApiKey(key_file=tmp_path / "two"), "a single line"),
+    ):
+        with pytest.raises(ConfigurationError, match=said) as refused:
+            key.secret()
+        assert "abc" not in str(refused.value)
 
 
 def test_a_key_has_one_tenant(tmp_path, monkeypatch):

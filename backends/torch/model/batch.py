@@ -57,7 +57,7 @@ def packed_attention(
     Raises NotImplementedError for attention variants that our caches do not compute.
     """
     if any(kwargs.get(name) is not None for name in UNSUPPORTED):
-        raise NotImplementedError(f"grouped attention knows none of {UNSUPPORTED}")
+        raise NotImplementedError(f"grouped attention supports none of {UNSUPPORTED}")
     return key.attend(query, scaling).contiguous(), None
 
 
@@ -188,12 +188,8 @@ class PackedCache(Cache):
     ) -> tuple[Ragged, Ragged]:
         """Write rows [1, heads, sum of L_i, d] of one layer, each after the committed slots of its own sequence."""
         (firsts, masks), keys, values = self._views[layer_idx], list[Tensor](), list[Tensor]()
-        fresh = zip(
-            key_states.split_with_sizes(self._lengths, 2),
-            value_states.split_with_sizes(self._lengths, 2),
-            strict=True,
-        )
-        for cache, first, (key, value) in zip(self._caches, firsts, fresh, strict=True):
+        fresh = (states.split_with_sizes(self._lengths, 2) for states in (key_states, value_states))
+        for cache, first, key, value in zip(self._caches, firsts, *fresh, strict=True):
             all_keys, all_values = cache.update(key, value, layer_idx)
             keys.append(all_keys[:, :, first:] if first else all_keys)
             values.append(all_values[:, :, first:] if first else all_values)

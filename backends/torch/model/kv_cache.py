@@ -53,7 +53,7 @@ class SequenceCache(Cache):
         return rows[:, :, :end]
 
     def addresses(self, like: Sequence[tuple[Tensor, Tensor]], end: int) -> NDArray[np.int64]:
-        """Make room for `end` slots and tell where they are: for each layer the addresses of its keys and values, and
+        """Make room for `end` slots and return where they are: for each layer the addresses of its keys and values, and
         the elements between two heads, [3 * layers]. `like` are keys and values of each layer, as `update` takes them.
         """
         if self._addresses is None or end > self._room:
@@ -61,11 +61,8 @@ class SequenceCache(Cache):
             if not self._keys:
                 self._keys, self._values = [None] * len(like), [None] * len(like)
             pairs = [
-                [
-                    self._fit(store, layer, states, end)
-                    for store, states in zip((self._keys, self._values), both, strict=True)
-                ]
-                for layer, both in enumerate(like)
+                (self._fit(self._keys, layer, keys, end), self._fit(self._values, layer, values, end))
+                for layer, (keys, values) in enumerate(like)
             ]
             self._room = min(keys.shape[-2] for keys, _ in pairs)
             self._addresses = np.array([[k.data_ptr(), v.data_ptr(), k.stride(1)] for k, v in pairs]).reshape(-1)
@@ -100,7 +97,7 @@ class SequenceCache(Cache):
         self.length = start + len(path)
 
     def _gather(self, target: int, rows: Sequence[int]) -> None:
-        tensors = [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+        tensors = self._tensors
         index = to_device(torch.tensor(rows), tensors[0].device)
         for tensor in tensors:
             tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
@@ -128,22 +125,24 @@ class SequenceCache(Cache):
         length = sum(part.length for part in parts)
         cache = cls(max(length, capacity))
         cache.length = length
-        layers = range(len(parts[0].rows.keys) if parts else 0)
-        for layer in layers:
+        for layer in range(len(parts[0].rows.keys) if parts else 0):
             cache._keys.append(_joined(parts, lambda rows: rows.keys, layer, cache.capacity))
             cache._values.append(_joined(parts, lambda rows: rows.values, layer, cache.capacity))
         return cache
 
     @property
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all layers; 0 before the first forward."""
-        tensors = [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
-        return sum(tensor.shape[-3] * tensor.shape[-1] * tensor.element_size() for tensor in tensors)
+        return sum(tensor.shape[-3] * tensor.shape[-1] * tensor.element_size() for tensor in self._tensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, including unused capacity."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     @torch.inference_mode()
     def fill_blank(self, length: int) -> None:
@@ -185,12 +184,12 @@ class Rows:
 
     def split(self, at: int) -> tuple[Rows, Rows]:
         """Copies of the slots before `at` and of the others; each layer is freed once it is copied."""
-        both = [_split(store, at) for store in (self.keys, self.values)]
-        return Rows(both[0][0], both[1][0]), Rows(both[0][1], both[1][1])
+        (keys, more_keys), (values, more_values) = (_split(store, at) for store in (self.keys, self.values))
+        return Rows(keys, values), Rows(more_keys, more_values)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values) if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,6 @@ def relative_difference(computed: Tensor, expected: Tensor) -> float:
     return float((computed - expected).square().mean().sqrt() / spread)
 
 
-def largest_relative_difference(computed: Tensor, expected: Tensor) -> float:
-    """The largest `relative_difference` of a row."""
-    rows = zip(computed, expected, strict=True)
-    return max(relative_difference(row[None], other[None]) for row, other in rows)
-
-
 def allowed_difference(noise: float, dtype: torch.dtype) -> float:
     """The largest relative difference that rounding explains, given the `noise` that was measured. It leaves at least
     half of the type's digits to rounding, since few measurements may find less noise than there is.
@@ -91,22 +85,14 @@ class SelfCheck:
         if not self.noise <= largest_noise(target.dtype):
             return False
         try:
-            difference = self.difference(target)
+            difference = relative_difference(self.logits_of(target), self.logits)
         except FAILURES as error:
             raise_fault(error)
             logger.debug("%s fails with %s attention: %s", type(target.module).__name__, target.attention, error)
             return False
         return difference <= allowed_difference(self.noise, target.dtype)
 
-    def difference(self, target: TargetModel) -> float:
-        """The relative difference of all logits from the model's own."""
-        return relative_difference(self._logits_of(target), self.logits)
-
-    def largest_difference(self, target: TargetModel) -> float:
-        """The largest relative difference of a row of logits, which a mistake in a single mask shows in."""
-        return largest_relative_difference(self._logits_of(target), self.logits)
-
-    def _logits_of(self, target: TargetModel) -> Tensor:
+    def logits_of(self, target: TargetModel) -> Tensor:
         """The logits of one forward over cached slots, tokens and tree."""
         cache = target.new_cache(1)
         target.prefill(cache, self.tokens[:2])
@@ -161,13 +147,13 @@ class StructureCheck:
         """Whether the copy, run with this attention, computes its own logits in every row."""
         try:
             self._small.set_attn_implementation(attention)
-            target = TargetModel(self._small)
-            difference = self._check.largest_difference(target)
+            computed = self._check.logits_of(TargetModel(self._small))
         except FAILURES as error:
             raise_fault(error)
             logger.debug("a copy of %s fails with %s attention: %s", type(self._small).__name__, attention, error)
             return False
-        return difference <= EXACT
+        rows = zip(computed, self._check.logits, strict=True)  # a mistake in a single mask shows in a single row
+        return all(relative_difference(row[None], own[None]) <= EXACT for row, own in rows)
 
 
 @torch.inference_mode()
@@ -215,14 +201,14 @@ def _random(kind: Any, config: Any, device: torch.device) -> Any:
 
 
 def _shallow(config: Any) -> None:
-    """Keep the first layers, at least one of each kind, and few tokens; let windows end within the check's text."""
+    """Reduce to the first layers, at least one of each kind, and few tokens; windows end within the check's text."""
     depth = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * depth
-    kept = min(depth, max(LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))))
+    count = min(depth, max(LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))))
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == depth:
-            setattr(config, name, value[:kept])
-    config.num_hidden_layers = kept
+            setattr(config, name, value[:count])
+    config.num_hidden_layers = count
     config.vocab_size = min(config.vocab_size, VOCAB)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, None)
@@ -231,7 +217,7 @@ def _shallow(config: Any) -> None:
 
 
 def _narrow(config: Any) -> None:
-    """Keep few heads of the same width, in groups of the same size, and narrow layers between them as well."""
+    """Reduce to few heads of the same width, in groups of the same size, and narrow layers between them as well."""
     _shallow(config)
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)

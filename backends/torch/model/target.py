@@ -46,11 +46,14 @@ class TargetModel:
         self.attention: str = config._attn_implementation
         self.graphs: Graphs | None = None
         self._packs = self.attention == ATTENTION_NAME
-        kinds = {rope.get("rope_type") or rope.get("type") for rope in rotaries(config)}
-        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(kinds)
-        self._config = config
+        ropes = {rope.get("rope_type") or rope.get("type") for rope in rotaries(config)}
+        self.batched = self._packs and LENGTH_BOUND_ROTARIES.isdisjoint(ropes)
         self._groups = _groups(config)
         self._windows = layer_windows(config) or {}
+        kinds = getattr(config, "layer_types", None) or [*self._windows] * int(config.num_hidden_layers)
+        self.layer_windows = [
+            self._windows[kind] for kind in kinds
+        ]  # how far each layer looks back; None: to the start
 
     def new_cache(self, capacity: int) -> SequenceCache:
         return SequenceCache(capacity)
@@ -66,8 +69,7 @@ class TargetModel:
             return [logits for item in items for logits in self.forward_batch([item])]
         wanted = logit_rows(items)
         logits = self._logits(items, wanted if len(wanted) else np.zeros(1, np.int64))
-        outputs = [item.outputs for item in items]
-        return list(logits[: len(wanted)].split_with_sizes(outputs))
+        return list(logits[: len(wanted)].split_with_sizes([item.outputs for item in items]))
 
     def _logits(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Tensor:
         """The logits [len(wanted), vocab] of the rows `wanted`, from a recorded forward if one is large enough."""
@@ -97,7 +99,7 @@ class TargetModel:
         return self._packed(items, wanted) if self._packs else self._own(items, wanted)
 
     def _packed(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
-        cache = self._cache_of(items)
+        cache = PackedCache(items, self.layer_windows, self._groups, self.dtype, self.device)
         return self.module(
             input_ids=to_device(packed_ids(items), self.device)[None],
             position_ids=to_device(cache.positions, self.device)[None],
@@ -105,9 +107,6 @@ class TargetModel:
             use_cache=True,
             logits_to_keep=to_device(wanted, self.device),
         )
-
-    def _cache_of(self, items: Sequence[BatchItem]) -> PackedCache:
-        return PackedCache(items, self.layer_windows, self._groups, self.dtype, self.device)
 
     def _own(self, items: Sequence[BatchItem], wanted: NDArray[np.int64]) -> Any:
         """Run one sequence with the model's own attention; the logits it needs are those of its last rows."""
@@ -125,14 +124,6 @@ class TargetModel:
             use_cache=True,
             logits_to_keep=len(wanted),
         )
-
-    @property
-    def layer_windows(self) -> list[int | None]:
-        """How many positions each layer looks back (None: all), by the layer's index."""
-        kinds = getattr(self._config, "layer_types", None)
-        if kinds is None:
-            return list(self._windows.values()) * int(self._config.num_hidden_layers)
-        return [self._windows[kind] for kind in kinds]
 
     def slot_bytes(self) -> int:
         """The bytes of one KV slot over all layers."""

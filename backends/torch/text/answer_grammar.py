@@ -50,56 +50,55 @@ def grammar_of(
     if form is None and not must_call:
         return _strict(request, format, expected, symbol)
     calls = _calls(request, format, symbol)
-    options = [*(["calls"] if calls else []), *([] if must_call or form is None else ["@form"])]
+    formed = form is not None and not must_call
+    options = [*(["calls"] if calls else []), *(["@form"] if formed else [])]
     thoughts, rules = _thoughts(expected, symbol)
     top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
-    if "@form" in options and form is not None:
-        grammars.append({"name": "form", **_form(form)})
-    param = form.param if "@form" in options and form is not None else _tools_param(request)
-    return _source(json.dumps({"grammars": grammars}), param)
+    if form is None or not formed:
+        return _source(json.dumps({"grammars": grammars}), _tools_param(_callable(request)))
+    grammars.append({"name": "form", **_form(form)})
+    return _source(json.dumps({"grammars": grammars}), form.param)
 
 
 def _source(text: str, param: str) -> GrammarSource:
-    if len(text) > MAX_CHARACTERS:
-        message = f"the required form has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed: send a shorter one"
-        raise InvalidRequestError(message, param=param)
+    _check_length(text, MAX_CHARACTERS, param)
     return GrammarSource(text, param)
 
 
-def _check_tools(tools: Mapping[int, Tool]) -> None:
-    """Check the parameters of all tools, which come by their places in the request."""
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        message = f"the required form has {len(text):,} characters; {most:,} are allowed: send a shorter one"
+        raise InvalidRequestError(message, param=param)
+
+
+def _checked(tools: dict[int, Tool]) -> list[Tool]:
+    """The tools, given by their indices in the request, once their parameters have been checked."""
     for index, tool in tools.items():
-        param = _parameters(index)
-        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {}
+        param, what = _parameters(index), f"the parameters of the tool {tool['function']['name']!r}"
+        parameters = tool["function"].get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise InvalidRequestError(f"the parameters of the tool {name!r} must be an object", param=param)
-        check_json(parameters, f"the parameters of the tool {name!r}", param=param)
+            raise InvalidRequestError(f"{what} must be an object", param=param)
+        check_json(parameters, what, param=param)
+    return list(tools.values())
 
 
 def _calls(request: GenerateRequest, format: ToolFormat | None, symbol: Symbol) -> str | None:
     if format is None or request.tool_choice == "none":
         return None
-    named, tools = _named(request), _callable(request)
-    _check_tools(tools)
-    parallel = request.parallel_tool_calls and not named
-    return format.grammar([*tools.values()], parallel=parallel, symbol=symbol)
-
-
-def _named(request: GenerateRequest) -> dict[int, Tool]:
-    """The tool that `tool_choice` names, by its place in the request; empty if it names none."""
-    tools = enumerate(request.tools)
-    return {index: tool for index, tool in tools if tool["function"]["name"] == request.tool_choice}
+    parallel = request.parallel_tool_calls and request.tool_choice in ("auto", "required")
+    return format.grammar(_checked(_callable(request)), parallel=parallel, symbol=symbol)
 
 
 def _callable(request: GenerateRequest) -> dict[int, Tool]:
-    """The tools that may be called, by their places in the request."""
-    return _named(request) or dict(enumerate(request.tools))
+    """The tools that may be called, by their indices in the request: the one that `tool_choice` names, or all."""
+    tools = dict(enumerate(request.tools))
+    named = {index: tool for index, tool in tools.items() if tool["function"]["name"] == request.tool_choice}
+    return named or tools
 
 
-def _tools_param(request: GenerateRequest) -> str:
+def _tools_param(tools: Mapping[int, Tool]) -> str:
     """The field that is at fault if the calls' grammar is refused; of several tools only a compiler knows which."""
-    tools = _callable(request)
     return _parameters(next(iter(tools))) if len(tools) == 1 else TOOLS
 
 
@@ -111,14 +110,14 @@ def _strict(
     request: GenerateRequest, format: ToolFormat | None, expected: Expectation, symbol: Symbol
 ) -> GrammarSource | None:
     """The grammar of any text in which every call opening is followed by a call that the tools allow; bare calls have
-    none.
+    none. Calls of tools that are not strict may have any object as arguments.
     """
     strict = any(tool["function"].get("strict") for tool in request.tools)
     if format is None or not strict or request.tool_choice != "auto" or format.bare:
         return None
-    tools, several = [_as_strict(tool) for tool in request.tools], request.parallel_tool_calls
-    _check_tools(dict(enumerate(tools)))
-    calls = format.grammar(tools, parallel=several and format.listed, symbol=symbol, opened=True)
+    tools = {index: _as_strict(tool) for index, tool in enumerate(request.tools)}
+    several = request.parallel_tool_calls
+    calls = format.grammar(_checked(tools), parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
         literal = re.escape(format.opening).replace("/", "\\/")
@@ -127,11 +126,10 @@ def _strict(
         free = [f"free: text ({opening} calls text){again}"]
     thoughts, rules = _thoughts(expected, symbol)
     lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
-    return _source(lark, _tools_param(request))
+    return _source(lark, _tools_param(tools))
 
 
 def _as_strict(tool: Tool) -> Tool:
-    """The tool as it is, or, if nobody asked to hold its calls to its parameters, as one that takes any object."""
     function = tool["function"]
     return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
 
@@ -162,9 +160,7 @@ def _form(form: StructuredOutputs) -> dict[str, Any]:
     if form.regex is not None:
         _check_text(form.regex, MAX_REGEX, form.param)
         if (len(form.regex) - len(form.regex.rstrip("\\"))) % 2:  # the compiler would leave it out
-            raise InvalidRequestError(
-                "the regular expression ends in a backslash that escapes nothing", param=form.param
-            )
+            raise InvalidRequestError("the regular expression ends in a lone backslash", param=form.param)
         return {"lark_grammar": f"start: {lark_regex(form.regex)}"}
     if form.choice is not None:
         for choice in form.choice:
@@ -177,7 +173,5 @@ def _form(form: StructuredOutputs) -> dict[str, Any]:
 
 
 def _check_text(text: str, most: int, param: str) -> None:
-    if len(text) > most:
-        message = f"a regular expression, choice or grammar of {len(text):,} characters; {most:,} are allowed"
-        raise InvalidRequestError(message, param=param)
+    _check_length(text, most, param)
     check_json(text, "the required form", param=param)

@@ -36,12 +36,9 @@ def read_tokenizer(folder: Path) -> Any:
 
 def hashes(tokenizer: Any) -> tuple[str, str]:
     """The hashes of the tokenizer and of its chat template, for namespaces."""
-    return _hash(_tokenizer_text(tokenizer)), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
-
-
-def _tokenizer_text(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return _hash(text), _hash(str(getattr(tokenizer, "chat_template", None) or ""))
 
 
 def _hash(text: str) -> str:
@@ -149,13 +146,11 @@ def ids_of_end(generation_config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token in [*ids, own] if token is not None)
 
 
-def _generation_config(folder: Any) -> Any:
+def _generation_config(folder: Path) -> Any:
     """The model's generation settings, or those that its configuration implies, as transformers finds them."""
     try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        pass
-    try:
+        if (folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(folder)
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailableError(f"cannot read the configuration in {str(folder)!r}: {error}") from error

@@ -68,8 +68,9 @@ class ReasoningParser:
     def _think(self) -> str:
         at = self._held.find(END)
         if at < 0:
-            kept = partial_end(self._held, END)
-            body = self._held[: len(self._held) - kept].rstrip()  # hold back blanks that may precede `</think>`
+            body = self._held[
+                : len(self._held) - partial_end(self._held, END)
+            ].rstrip()  # hold back blanks that may precede `</think>`
             return self._taken(len(body))
         reasoning = self._taken(at).rstrip()
         self._held = self._held.lstrip().removeprefix(END)
@@ -97,10 +98,9 @@ class OutputParserSpec:
 
     @classmethod
     def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> OutputParserSpec:
-        called = format if request.tool_choice != "none" else None
         return cls(
             expected=expected if request.split_reasoning else "never",
-            format=called if request.tools else None,
+            format=format,
             names=frozenset(tool["function"]["name"] for tool in request.tools),
             parallel=request.parallel_tool_calls,
             named=request.tool_choice not in ("auto", "none", "required"),
@@ -108,9 +108,8 @@ class OutputParserSpec:
 
     def parser(self) -> OutputParser:
         """A new parser for one answer."""
-        calls = (
-            None if self.format is None else ToolCallParser(self.format, self.names, self.parallel and not self.named)
-        )
+        parallel = self.parallel and not self.named
+        calls = None if self.format is None else ToolCallParser(self.format, self.names, parallel)
         return OutputParser(self, ReasoningParser(self.expected), calls)
 
 
@@ -177,21 +176,26 @@ class StructuredOutputBuilder:
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer.tokenizer, vocab_size, end_ids)
         self._threads = TenantThreads(1, "agentspec-grammar")
-        self._vocabulary = _vocabulary(tokenizer)
+        self._vocabulary: dict[str, int] = getattr(tokenizer.tokenizer, "get_vocab", dict)()
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
         """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`."""
-        chat = request.messages is not None
         parser_spec, shown = self.reading(request, prompt)
         format, expected = parser_spec.format, self._expected(request, prompt)
-        source = self._source(request, format, expected) if request.sampling.structured_outputs or format else None
+        source, form = None, request.sampling.structured_outputs
+        if form or format:
+            try:
+                source = grammar_of(request, format, expected, self._grammars.symbol)
+            except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
+                error.param = error.param or (form.param if form else TOOLS)
+                raise
         return StructuredOutput(
             parser_spec=parser_spec,
             source=source,
             bad_words=self._bad_words(request.sampling.bad_words),
             shown=shown,
-            thinking=self._thinking_limit(request.thinking_budget, expected) if chat else None,
+            thinking=self._thinking_limit(request.thinking_budget, expected),
         )
 
     def reading(self, request: GenerateRequest, prompt: str) -> tuple[OutputParserSpec, frozenset[int]]:
@@ -201,7 +205,7 @@ class StructuredOutputBuilder:
         called = bool(request.tools) and request.tool_choice != "none"
         format = tool_format(self._tokenizer.tokenizer) if called else None
         spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
-        return spec, frozenset() if request.messages is None else self._shown(format, BEGIN, END)
+        return spec, frozenset() if request.messages is None else self._shown(format)
 
     async def compiled(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
         """The compiled grammar. Tenants take turns with large ones, which hold up no other request.
@@ -224,26 +228,15 @@ class StructuredOutputBuilder:
         self._threads.close()
         self._grammars.close()
 
-    def _source(
-        self, request: GenerateRequest, format: ToolFormat | None, expected: Expectation
-    ) -> GrammarSource | None:
-        try:
-            return grammar_of(request, format, expected, self._grammars.symbol)
-        except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
-            form = request.sampling.structured_outputs
-            error.param = error.param or (form.param if form else TOOLS)
-            raise
-
     def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
         return expectation(prompt, thinks=request.messages is not None and self._thinks)
 
-    def _shown(self, format: ToolFormat | None, *markers: str) -> frozenset[int]:
+    def _shown(self, format: ToolFormat | None) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for."""
-        sought = {*markers, *(format.markers if format else ())} & self._vocabulary.keys()
-        return frozenset(
-            self._vocabulary[text] for text in sought if not self._tokenizer.decode([self._vocabulary[text]])
-        )
+        sought = {BEGIN, END, *(format.markers if format else ())} & self._vocabulary.keys()
+        tokens = [self._vocabulary[text] for text in sought]
+        return frozenset(token for token in tokens if not self._tokenizer.decode([token]))
 
     def _thinking_limit(self, tokens: int | None, expected: Expectation) -> ThinkingLimit | None:
         """The limit of the request's thoughts, for models whose mark of their end is one token."""
@@ -264,8 +257,3 @@ class StructuredOutputBuilder:
         if any(not sequence or max(sequence) >= self._vocab_size for sequence in found):
             raise InvalidRequestError("bad_words holds a word that this model has no tokens for", param="bad_words")
         return tuple(found)
-
-
-def _vocabulary(tokenizer: TokenizerAdapter) -> dict[str, int]:
-    known = getattr(tokenizer.tokenizer, "get_vocab", dict)
-    return dict(known())

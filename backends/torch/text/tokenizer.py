@@ -1,11 +1,10 @@
-"""A model's text side: chat templates, encoding and decoding, end tokens, and the hashes of its namespace."""
+"""A model's text side: chat templates, encoding and decoding."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from agentspec.backends.base import NONE
@@ -41,32 +40,6 @@ def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
     return format
 
 
-def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_final: bool) -> str:
-    """Render messages by the model's own chat template, in transformers' sandbox: `start` opens an answer,
-    `continue_final` leaves the last message open. Raises `InvalidRequestError` for messages that the template refuses.
-    """
-    source = template_of(tokenizer, tools=bool(request.tools))
-    if not source:
-        message = "this model has no chat template: use completions with a plain prompt instead of messages"
-        raise InvalidRequestError(message, param="messages")
-    if not request.messages:
-        raise InvalidRequestError("messages must not be empty", param="messages")
-
-    def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=start,
-            continue_final_message=continue_final,
-            **request.template_arguments,
-        )
-        return str(text)
-
-    knows_tools = "tools" in source
-    return rendered(apply, request.messages, request.tools, request.template_arguments, knows_tools=knows_tools)
-
-
 LONG_TEXT = 4096  # characters
 
 
@@ -97,8 +70,7 @@ class TokenizerAdapter:
         if request.text is not None:
             self._check_length(request.text, limit, "prompt")
             return request.text, self.encode(request.text, special=True)
-        start = request.start_answer and not request.continue_final
-        text = render(self.tokenizer, request, start=start, continue_final=request.continue_final)
+        text = self._render(request, start=request.start_answer and not request.continue_final)
         self._check_length(text, limit, "messages")
         return text, self.encode(text)
 
@@ -119,23 +91,52 @@ class TokenizerAdapter:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] = NONE,
     ) -> str:
-        """Render messages by the model's own chat template (sandboxed): `start` opens an answer, `continue_final`
-        leaves the last message open. Raises `InvalidRequestError` for messages that the template refuses.
+        """Render messages by the model's own chat template, in transformers' sandbox: `start` opens an answer,
+        `continue_final` leaves the last message open. Raises `InvalidRequestError` for messages that the template
+        refuses.
         """
-        shown = GenerateRequest("", messages=messages, tools=tuple(tools), template_arguments=template_arguments)
-        return render(self.tokenizer, shown, start=start, continue_final=continue_final)
+        request = GenerateRequest(
+            "",
+            messages=messages,
+            tools=tuple(tools),
+            template_arguments=template_arguments,
+            continue_final=continue_final,
+        )
+        return self._render(request, start=start)
+
+    def _render(self, request: GenerateRequest, *, start: bool) -> str:
+        source = template_of(self.tokenizer, tools=bool(request.tools))
+        if not source:
+            message = "this model has no chat template: use completions with a plain prompt instead of messages"
+            raise InvalidRequestError(message, param="messages")
+        if not request.messages:
+            raise InvalidRequestError("messages must not be empty", param="messages")
+
+        def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=start,
+                continue_final_message=request.continue_final,
+                **request.template_arguments,
+            )
+            return str(text)
+
+        knows_tools = "tools" in source
+        return rendered(apply, request.messages, request.tools, request.template_arguments, knows_tools=knows_tools)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt.
 
-        Raises `InvalidRequestError` for half a surrogate pair.
+        Raises `InvalidRequestError` for a lone surrogate.
         """
         if not is_text(text):
             raise InvalidRequestError(f"the text{NOT_TEXT}")
         if self._fast is None:
             with self._lock:
                 return list(self.tokenizer.encode(text, add_special_tokens=special))
-        if len(text) > LONG_TEXT:  # a batch lets other threads run meanwhile
+        if len(text) > LONG_TEXT:  # a batch lets other threads run at the same time
             return list(self._fast.encode_batch_fast([text], add_special_tokens=special)[0].ids)
         return list(self._fast.encode(text, add_special_tokens=special).ids)
 
@@ -156,12 +157,8 @@ class TokenizerAdapter:
             return self.decode
 
         def decode(token_ids: Sequence[int]) -> str:
-            parts = [(token in shown, token) for token in token_ids]
-            runs = groupby(parts, key=itemgetter(0))
-            return "".join(
-                "".join(self.spell(token) for _, token in run) if marked else self.decode([token for _, token in run])
-                for marked, run in runs
-            )
+            runs = groupby(token_ids, key=shown.__contains__)
+            return "".join("".join(map(self.spell, run)) if marked else self.decode(list(run)) for marked, run in runs)
 
         return decode
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import SEEK_END, StringIO
@@ -179,7 +178,9 @@ class ToolFormat:
             function = tool["function"]
             head = self._head(function["name"], opening, symbol)
             rules.append(f"{name}: {head} {name}_arguments {self._tail(symbol)}")
-            rules.append(f"{name}_arguments: %json {json.dumps(schema_of(function))}")
+            rules.append(
+                f"{name}_arguments: %json {json.dumps(closed_schema(function.get('parameters') or NO_PARAMETERS))}"
+            )
         more = {"hermes": '("\\n" call)*', "llama": '("; " call)*', "mistral": '(", " call)*'}[self.name]
         if self.named:
             more = "call*"
@@ -219,22 +220,10 @@ def format_of(template: str) -> ToolFormat | None:
     return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
 
 
-def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments; without parameters, that of an empty object."""
-    return closed_schema(function.get("parameters") or NO_PARAMETERS)
-
-
-def call_id(format: ToolFormat) -> str:
-    """A new id for a call. Mistral's templates accept only nine letters and digits."""
-    alphabet = string.ascii_letters + string.digits
-    if format.name == "mistral":
-        return "".join(secrets.choice(alphabet) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
-
-
 OutputPiece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
 _NAME = re.compile(r"[\w.-]+")  # of a function, or an id
 _CALL_KEYS = frozenset({"name", "type", "id"})
+_ARGUMENTS = ("arguments", "parameters")
 
 
 ParserState = Literal["text", "between", "object", "closing"]
@@ -274,32 +263,28 @@ class ToolCallParser:
     def finish(self) -> list[OutputPiece]:
         """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
         called, state = self._called, self._state
-        rest = ("" if called else self._kept()) + self._held
+        rest = ("" if called else self._unparsed()) + self._held
         self._raw, self._held = [], ""
         closed = state == "closing" and self.format.closing.startswith(rest.strip())
         over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
         blank = state == "text" and self.calls > 0 and not rest.strip()
         return [] if called or closed or over or blank or not rest else [rest]
 
-    def _kept(self) -> str:
+    def _unparsed(self) -> str:
         """The text of what may be no call, without what ended the call before it."""
         raw = "".join([*self._raw, self._object.text() if self._state == "object" else ""])
         return raw.lstrip(self._separators.replace("[", "")) if self.calls else raw
 
     @property
     def _called(self) -> bool:
-        """Whether the client was told already of the call that is read."""
+        """Whether the client has already been sent a part of the call that is read."""
         return self._state == "object" and self._sent is not None
 
     @property
     def cut(self) -> bool:
         """Whether the arguments of the last call are not complete."""
-        known = not self.format.named and any(self._object.ended(key) for key in self._argument_keys)
+        known = not self.format.named and any(self._object.ended(key) for key in _ARGUMENTS)
         return self._called and not known
-
-    @property
-    def _argument_keys(self) -> tuple[str, ...]:
-        return self.format.arguments, "arguments", "parameters"
 
     @property
     def _separators(self) -> str:
@@ -387,8 +372,11 @@ class ToolCallParser:
 
     def _new_id(self) -> str:
         """The id that the model wrote, if the client may send it back and no other call has it; else a new one."""
-        written = self._id or ""
-        id = written if re.fullmatch(_MISTRAL_ID, written) and written not in self._ids else call_id(self.format)
+        id = self._id or ""
+        if self.format.name != "mistral":
+            id = f"call_{secrets.token_hex(12)}"
+        elif not re.fullmatch(_MISTRAL_ID, id) or id in self._ids:  # its templates accept nine letters and digits only
+            id = secrets.token_hex(5)[:9]
         self._ids.add(id)
         return id
 
@@ -396,14 +384,14 @@ class ToolCallParser:
     def _foreign(self) -> bool:
         """Whether a bare object is an answer in JSON and no call: it has an unknown name or begins with other keys."""
         name, keys = self._object.string("name"), self._object.keys
-        before = keys[: min((keys.index(key) for key in ("parameters", "arguments") if key in keys), default=len(keys))]
+        before = keys[: min((keys.index(key) for key in _ARGUMENTS if key in keys), default=len(keys))]
         return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
 
     def _arguments(self, sent: int) -> str:
         """The call's arguments after the first `sent` characters, as far as they are known."""
         if self._name is not None:
             return self._object.text(sent)
-        given = {key: begin for key in self._argument_keys if (begin := self._object.begin(key)) is not None}
+        given = {key: begin for key in _ARGUMENTS if (begin := self._object.begin(key)) is not None}
         if not given:
             return "{}"[sent:] if self._object.complete and not self.format.bare else ""
         key = min(given, key=given.__getitem__)  # the first in the text
@@ -412,8 +400,8 @@ class ToolCallParser:
         return "" if sent else self._object.string(key) or ""  # the model wrote the JSON inside a string
 
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
-        """This was no call: pass on the first kept character as text, and parse again from the second."""
-        whole = ("" if self._called else self._kept()) + self._held
+        """This was no call: pass on its first character as text, and parse again from the second."""
+        whole = ("" if self._called else self._unparsed()) + self._held
         self._raw, self._name, self._id = [], None, None
         pieces.append(whole[:1])
         self._held, self._fresh, self._state = whole[1:], False, "text"

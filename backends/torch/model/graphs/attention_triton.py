@@ -90,7 +90,7 @@ def _copy(source, source_token, slots, token, place, mask, column, WIDTH: tl.con
     tl.store(slots + (place * WIDTH)[:, None] + column[None, :], rows, mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "layer", "window"])  # else it is compiled anew for some sizes and layers
+@triton.jit(do_not_specialize=["size", "layer", "window"])  # else it is compiled again for some sizes and layers
 def _attend(
     query, key, value, table, bests, totals, results,
     query_head, query_token, key_head, key_token, value_head, value_token, size, heads, layer, window, scale,

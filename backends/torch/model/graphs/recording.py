@@ -49,7 +49,7 @@ class CudaGraphRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Provide what capturing needs: a stream of its own, no other recording, and no garbage freed meanwhile."""
+        """Provide what capturing needs: a stream of its own, no other recording, and no garbage freed at that time."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with _RECORDING:
             gc.collect()
@@ -82,7 +82,7 @@ class CudaGraph:
     def end(self) -> None:
         try:
             self._graph.capture_end()
-        except RuntimeError:  # raised before the allocator was told that the recording is over
+        except RuntimeError:  # raised before the allocator ends its part of the recording
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise

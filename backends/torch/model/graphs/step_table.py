@@ -1,4 +1,4 @@
-"""Tells a recorded forward what its tokens are.
+"""Describes the tokens of a recorded forward.
 
 A CUDA graph repeats its kernels at the same addresses, but KV slots grow, and sequences come and go. So its kernels
 look up in a table on the device, which is filled before each replay, which sequence each token belongs to, where its
@@ -31,7 +31,7 @@ MOST_TOKENS = 128  # of a recorded forward: bits of `SEES`
 
 
 class StepTable:
-    """Fixed memory [8 + 3 * layers, size] that tells a recorded forward of `size` tokens what they are."""
+    """Fixed memory [8 + 3 * layers, size] that describes the `size` tokens of a recorded forward."""
 
     def __init__(self, layers: int, size: int, device: torch.device) -> None:
         self._empty = np.zeros((LAYERS + 3 * layers, size), dtype=np.int64)

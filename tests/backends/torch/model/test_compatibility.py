@@ -15,30 +15,15 @@ from agentspec.backends.torch.loader import load, max_exact_context, prepare
 from agentspec.errors import ModelUnavailableError
 from agentspec.types import SamplingParams
 
+NARROW: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2}
 SHAPE: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-}
-MAMBA: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "state_size": 4,
-    "num_hidden_layers": 2,
-    "pad_token_id": 256,
-}
+    **NARROW, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None,
+    "eos_token_id": 256, "pad_token_id": 256,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {**NARROW, "state_size": 4, "pad_token_id": 256}
 HEADS: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-LINEAR: dict[str, Any] = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+LINEAR = {f"linear_num_{name}_heads": 2 for name in ("value", "key")} | {
+    f"linear_{name}_head_dim": 8 for name in ("value", "key")
 }
 EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
 EXPERTS_LOCAL: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -70,13 +55,11 @@ REFUSED_STATES: dict[str, Callable[[], Any]] = {
         vocab_size=259, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
         window_size=6, max_position_embeddings=512, bos_token_id=None, eos_token_id=256,
     ),
-    "rwkv": lambda: hf.RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "rwkv": lambda: hf.RwkvConfig(**NARROW, attention_hidden_size=32),
     "minimax": lambda: hf.MiniMaxConfig(
         **SHAPE, **EXPERTS_LOCAL, head_dim=8, layer_types=["linear_attention", "full_attention"], block_size=8
     ),
-    "bert": lambda: hf.BertConfig(
-        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    ),
+    "bert": lambda: hf.BertConfig(**NARROW, num_attention_heads=4, intermediate_size=64),
 }  # fmt: skip
 
 

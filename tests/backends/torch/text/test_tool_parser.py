@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from agentspec.backends.torch.text.tool_parser import (
     JsonObjectParser,
     ToolCallParser,
     ToolFormat,
-    call_id,
     format_of,
 )
 from agentspec.types import Delta
@@ -155,44 +152,6 @@ def test_a_call_is_streamed_name_first() -> None:
     assert "id" not in said[1] and said[1] == {"index": 0, "function": {"arguments": '"'}}
 
 
-def characters_copied(format: ToolFormat, answer: str) -> int:
-    """How many characters there are in all strings that reading `answer` in small pieces makes."""
-    made: dict[int, str] = {}
-
-    def profile(frame: FrameType, event: str, value: object) -> None:
-        if event == "return" and frame.f_globals["__name__"] in (
-            ToolCallParser.__module__,
-            JsonObjectParser.__module__,
-        ):
-            owner = frame.f_locals.get("self")
-            held = (getattr(owner, name) for name in getattr(owner, "__slots__", ()))
-            made.update((id(one), one) for one in (value, *frame.f_locals.values(), *held) if isinstance(one, str))
-
-    reader = ToolCallParser(format, NAMES)
-    sys.setprofile(profile)
-    try:
-        for at in range(0, len(answer), 4):
-            reader.feed(answer[at : at + 4])
-    finally:
-        sys.setprofile(None)
-    assert reader.calls == 1
-    return sum(map(len, made.values()))
-
-
-@pytest.mark.parametrize(
-    ("format", "answer"),
-    [
-        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "%s"}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "now", "arguments": "{%s}", "x": "%s"}</tool_call>'),
-        (LLAMA, '{"parameters": {"a": "%s"}, "name": "now"}'),
-        (MISTRAL_NAMED, '[TOOL_CALLS]now[ARGS]{"a": "%s"}'),
-    ],
-)
-def test_long_arguments_are_copied_in_proportion_to_their_length(format: ToolFormat, answer: str) -> None:
-    short, long = (characters_copied(format, answer.replace("%s", "x" * length)) for length in (400, 1600))
-    assert long < 5 * short
-
-
 def test_json_that_is_no_call_is_not_held_back() -> None:
     for answer in ('{"answer": [1, 2', '{"name": "Ann", "parameters": {"a'):
         reader = ToolCallParser(LLAMA, NAMES)
@@ -259,12 +218,7 @@ def test_the_format_is_read_off_the_template(template: str, format: ToolFormat |
     assert format_of(template) is format
 
 
-def test_ids_are_new_and_as_the_format_wants_them() -> None:
-    assert call_id(HERMES).startswith("call_") and call_id(HERMES) != call_id(HERMES)
-    assert len(call_id(MISTRAL)) == 9 and call_id(MISTRAL).isalnum()
-
-
-def test_an_id_that_the_model_wrote_is_the_calls_unless_it_cannot_be_told_apart() -> None:
+def test_an_id_that_the_model_wrote_is_the_calls_unless_it_is_not_unique() -> None:
     written = ("a1B2c3D4e", "short", "a1B2c3D4e", "f5G6h7I8j")
     reader = ToolCallParser(MISTRAL_IDS, NAMES)
     said = reader.feed("".join(f"[TOOL_CALLS]now[CALL_ID]{id}[ARGS]{{}}" for id in written))
