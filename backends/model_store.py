@@ -270,7 +270,6 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end; returns its exit status and its output."""
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         _running.add(child)
         try:
@@ -300,7 +299,6 @@ def store_folder() -> Path:
 
 
 def _announce(what: str) -> None:
-    """Say what begins, in the log and on a terminal."""
     logging.getLogger("agentspec.models").info("%s", what)
     if sys.stderr.isatty():
         print(what, file=sys.stderr)
@@ -335,7 +333,6 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def compute_sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

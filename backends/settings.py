@@ -96,12 +96,10 @@ class OpenAISettings(SettingsModel):
 
     @property
     def url(self) -> HttpUrl:
-        """The root of the only server."""
         assert self.base_url is not None, "several servers have no single address"
         return self.base_url
 
     def for_server(self, url: HttpUrl) -> Self:
-        """The settings of the one server at `url`."""
         return self.model_copy(update={"base_url": url, "base_urls": None, "resolve": "off"})
 
     @property

@@ -10,7 +10,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from agentspec.errors import ShuttingDownError
@@ -35,23 +35,7 @@ def share_heaps() -> None:
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Job:
-    future: Future[Any]
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-    def run(self) -> None:
-        future, function, arguments = self.future, self.function, self.arguments
-        # The traceback of an error holds the frames that hold this job: without these lines that is a cycle.
-        del self.future, self.function, self.arguments
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            del future, function, arguments
+_Job = list[Any]  # a future and the call that it waits for; emptied when the call starts
 
 
 class TenantThreads:
@@ -83,7 +67,7 @@ class TenantThreads:
         with self._lock:
             if self._closed:
                 raise ShuttingDownError("the server is shutting down")
-            self._waiting.setdefault(tenant, deque()).append(_Job(future, function, arguments))
+            self._waiting.setdefault(tenant, deque()).append([future, partial(function, *arguments)])
         self._start()
         return future
 
@@ -91,7 +75,7 @@ class TenantThreads:
         """Take no more work: what waits gets `ShuttingDownError`, what runs ends by itself."""
         with self._lock:
             self._closed = True
-            waiting = [job.future for jobs in self._waiting.values() for job in jobs]
+            waiting = [job[0] for jobs in self._waiting.values() for job in jobs]
             self._waiting.clear()
         for future in waiting:
             if future.set_running_or_notify_cancel():
@@ -112,9 +96,16 @@ class TenantThreads:
                         del self._waiting[tenant]
 
     def _work(self, tenant: str, job: _Job) -> None:
+        # The traceback of an error holds this frame: without `clear` and `del`, an error and its job would be a cycle.
+        future, call = job
+        job.clear()
         try:
-            job.run()
+            if future.set_running_or_notify_cancel():
+                future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
         finally:
+            del future, call
             with self._lock:
                 self._free += 1
                 self._running[tenant] -= 1

@@ -105,7 +105,6 @@ class EncoderBackend:
 
     @classmethod
     def load(cls, settings: EncoderSettings) -> EncoderBackend:
-        """Find and read the model (blocking). Raises `ModelUnavailableError`."""
         return cls(SentenceEncoder.load(settings.model, settings.device))
 
     @property
@@ -117,7 +116,6 @@ class EncoderBackend:
         return self._encoder.dimensions
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Raises `InvalidRequestError`."""
         raise InvalidRequestError("this model embeds texts and answers nothing", param="model")
         yield Delta()
 
@@ -126,7 +124,6 @@ class EncoderBackend:
         return await asyncio.to_thread(self._encoder.count_tokens, texts)
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises `ShuttingDownError` once the backend is closed."""
         vectors: Vectors = await asyncio.to_thread(self._encoder.encode_all, texts)
         return [[float(number) for number in vector] for vector in vectors]
 

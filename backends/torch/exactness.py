@@ -69,7 +69,6 @@ class ExactnessReport:
 
     @property
     def exact(self) -> bool:
-        """Whether answers diverge at near-ties only."""
         return all(divergence.is_tie for divergence in self.divergences)
 
 
@@ -142,7 +141,6 @@ def _logits(target: TargetModel, prompt: Sequence[int], written: Sequence[int]) 
 
 
 def _gap(logits: Tensor, pair: Sequence[int], question: ExactnessCase, position: int) -> float:
-    """The score of the first of two tokens less that of the second."""
     ids = torch.tensor(pair, device=logits.device)
     scores = logits[ids]
     sampling = question.sampling

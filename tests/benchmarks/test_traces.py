@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.benchmarks.traces import END, START, load_encoder, read_calls
+from agentspec.benchmarks.traces import END, START, read_calls
 from agentspec.errors import ConfigurationError
 
 MARKS = {START: 1, END: 2}
@@ -47,11 +47,3 @@ def test_a_line_that_is_no_call_is_named(tmp_path: Path, line: str) -> None:
         lines.write(line + "\n")
     with pytest.raises(ConfigurationError, match=r"t\.jsonl\.gz:1: "):
         read_calls(path, encode)
-
-
-def test_a_tokenizer_without_the_marks_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl.gz", call("a", "x"))
-    with pytest.raises(ConfigurationError, match="no special token"):
-        read_calls(path, lambda text: [ord(c) for c in text])
-    with pytest.raises(ConfigurationError, match=r"no tokenizer\.json"):
-        load_encoder(tmp_path)

@@ -75,7 +75,6 @@ class CompiledGrammar:
         self.quick = time.thread_time() - started <= QUICK_SECONDS
 
     def start(self) -> GrammarMatcher:
-        """The state at the start of an answer."""
         return GrammarMatcher(self, self._matcher.deep_copy())
 
     def own(self) -> llguidance.LLMatcher:
@@ -127,7 +126,6 @@ class GrammarMatcher:
             raise self._failure(why)
 
     def advance(self, token: int) -> None:
-        """Append `token`, which must be allowed, to the answer."""
         self._forced = self._forced[1:] if self._forced[:1] == [token] else []
         if token not in self._table.end_ids:
             self._try(lambda matcher: matcher.consume_token(token))
@@ -358,7 +356,6 @@ class GrammarCompiler:
         return f"<[{token}]>" if special else lark_string(text)
 
     def close(self) -> None:
-        """End the other process."""
         self._trial.close()
 
     def _compiled(self, source: str, param: str) -> CompiledGrammar:

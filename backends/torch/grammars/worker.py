@@ -60,7 +60,6 @@ def compiled(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMat
 
 
 def on_stack(size: int, function: Callable[[], T]) -> T:
-    """Call `function` in a thread with `size` bytes of stack; return or raise as it does."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -117,7 +116,6 @@ def _error(tokenizer: llguidance.LLTokenizer, source: str) -> str:
 
 
 def main() -> None:
-    """Print the error with which a grammar is refused, or an empty text."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     asked = json.load(sys.stdin)
     source = asked.pop("source")

@@ -211,7 +211,6 @@ def _view(
     dtype: torch.dtype,
     device: Any,
 ) -> tuple[list[int], list[Tensor | None]]:
-    """What one kind of layer sees of each sequence: the first visible slots, and the masks."""
     firsts = [first_visible(past, window) for past in pasts]
     mask = partial(attention_mask, window=window, groups=groups, dtype=dtype, device=device)
     masks = [
@@ -222,12 +221,10 @@ def _view(
 
 
 def logit_rows(items: Sequence[BatchItem]) -> NDArray[np.int64]:
-    """Which rows of the packed forward's tokens need logits, ascending."""
     ends = np.cumsum([len(item) for item in items])
     spans = [np.arange(end - item.outputs, end) for item, end in zip(items, ends, strict=True)]
     return np.concatenate(spans).astype(np.int64)
 
 
 def packed_ids(items: Sequence[BatchItem]) -> NDArray[np.int64]:
-    """The token ids of the packed forward."""
     return np.array([token for item in items for token in (*item.tokens, *item.draft_tokens)], dtype=np.int64)

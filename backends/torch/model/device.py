@@ -13,7 +13,6 @@ DEVICE_FAILED = ("CUDA error", "HIP error", "STATUS_EXECUTION_FAILED", "STATUS_I
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that an allocation failed, on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)

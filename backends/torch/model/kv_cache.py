@@ -103,7 +103,6 @@ class SequenceCache(Cache):
             tensor[:, :, target : target + len(rows)] = tensor.index_select(2, index)
 
     def truncate(self, length: int) -> None:
-        """Drop every slot from `length` on."""
         assert 0 <= length <= self.length, f"cannot truncate {self.length} slots to {length}"
         self.length = length
 
@@ -141,7 +140,6 @@ class SequenceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, including unused capacity."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @torch.inference_mode()

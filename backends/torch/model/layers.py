@@ -34,7 +34,6 @@ class PackedLinear(nn.Module):
 
 
 def can_pack() -> bool:
-    """Whether this build of torch has the packed kernels."""
     mkldnn = torch.ops.mkldnn
     has_ops = hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")
     return has_ops and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

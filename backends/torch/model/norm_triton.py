@@ -27,7 +27,6 @@ def _normalize(x, weight, out, eps, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr) 
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`normalize` of `layers.py`."""
     rows, width = x.contiguous(), len(weight)
     out = torch.empty_like(rows)
     warps = next(warps for least, warps in _WIDTHS_OF_WARPS if width >= least)

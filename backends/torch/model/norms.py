@@ -65,7 +65,6 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def unfuse_norms(model: nn.Module) -> None:
-    """Undo `fuse_norms`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, FusedNorm):

@@ -90,7 +90,6 @@ class TargetModel:
         return self.forward_batch([BatchItem(kv_cache, tokens, draft_tokens, draft_parents)])[0]
 
     def prefill(self, kv_cache: SequenceCache, tokens: Sequence[int]) -> None:
-        """Compute and commit the slots of `tokens`."""
         self.forward_batch([BatchItem(kv_cache, tokens, needs_logits=False)])
         kv_cache.commit(len(tokens), ())
 
@@ -126,7 +125,6 @@ class TargetModel:
         )
 
     def slot_bytes(self) -> int:
-        """The bytes of one KV slot over all layers."""
         cache = SequenceCache(1)
         self.forward(cache, [0])
         return cache.nbytes // cache.capacity

@@ -27,7 +27,6 @@ def load_tokenizer(model: str) -> tuple[Any, str]:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder. Raises `ModelUnavailableError`."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -59,7 +58,6 @@ class ModelTokens:
         return self._tokenizer.encode_chat(messages, continue_final=continue_final)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens."""
         return self._tokenizer.decode(token_ids)
 
     async def render(

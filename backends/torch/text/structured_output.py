@@ -107,7 +107,6 @@ class OutputParserSpec:
         )
 
     def parser(self) -> OutputParser:
-        """A new parser for one answer."""
         parallel = self.parallel and not self.named
         calls = None if self.format is None else ToolCallParser(self.format, self.names, parallel)
         return OutputParser(self, ReasoningParser(self.expected), calls)
@@ -163,7 +162,6 @@ class StructuredOutput:
     thinking: ThinkingLimit | None = None
 
     def constraints(self, choices: int, grammar: CompiledGrammar | None) -> list[ConstraintSpec]:
-        """The constraints of each choice; `grammar` is compiled from `source`."""
         common = (grammar, self.bad_words)
         return [ConstraintSpec(*common, choice, self.shown, self.thinking) for choice in range(choices)]
 
@@ -220,7 +218,6 @@ class StructuredOutputBuilder:
         return await asyncio.to_thread(self.compile, tenant, source)
 
     def compile(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
-        """As `compiled`, in the caller's thread."""
         return self._grammars.compile(source.text, param=source.param, tenant=tenant)
 
     def close(self) -> None:

@@ -79,7 +79,6 @@ class TokenizerAdapter:
             raise ContextLengthError(f"at least {fewest} prompt tokens do not fit the model's {limit}", param=param)
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
-        """Token ids of the text that `render` returns."""
         return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
 
     def render(
@@ -163,7 +162,6 @@ class TokenizerAdapter:
         return decode
 
     def spell(self, token_id: int) -> str:
-        """The text of one token, even if it is a special token."""
         return self.decode([token_id], special=True)
 
 

@@ -45,7 +45,6 @@ class JsonObjectParser:
 
     @property
     def keys(self) -> list[str]:
-        """The object's own keys whose values have begun, in order."""
         return list(self._spans)
 
     def begin(self, key: str) -> int | None:
@@ -54,7 +53,6 @@ class JsonObjectParser:
         return begin if begin < (self._length if end is None else end) else None
 
     def text(self, begin: int = 0, end: int | None = None) -> str:
-        """The object's text so far, or a part of it."""
         self._text.seek(begin)
         part = self._text.read(-1 if end is None else end - begin)
         self._text.seek(0, SEEK_END)
@@ -66,7 +64,6 @@ class JsonObjectParser:
         return self.text(begin + start) if end is None else self.text(begin + start, max(begin + start, end)).rstrip()
 
     def ended(self, key: str) -> bool:
-        """Whether the value of `key` is complete."""
         return self._spans.get(key, (0, None))[1] is not None
 
     def string(self, key: str) -> str | None:
@@ -282,7 +279,6 @@ class ToolCallParser:
 
     @property
     def cut(self) -> bool:
-        """Whether the arguments of the last call are not complete."""
         known = not self.format.named and any(self._object.ended(key) for key in _ARGUMENTS)
         return self._called and not known
 
@@ -351,7 +347,6 @@ class ToolCallParser:
         return self._object.complete
 
     def _report(self, pieces: list[OutputPiece]) -> None:
-        """Pass on what became known of the call."""
         name, begins = self._name, self._sent is None
         if begins:
             name = name or self._object.string("name")
@@ -388,7 +383,6 @@ class ToolCallParser:
         return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
 
     def _arguments(self, sent: int) -> str:
-        """The call's arguments after the first `sent` characters, as far as they are known."""
         if self._name is not None:
             return self._object.text(sent)
         given = {key: begin for key in _ARGUMENTS if (begin := self._object.begin(key)) is not None}

@@ -49,14 +49,6 @@ def test_calls_are_predicted_from_earlier_sessions(recorded: Path) -> None:
     assert "pay" not in str(replay.turns[-2].top)
 
 
-def test_the_first_session_is_not_predicted_by_later_ones(recorded: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "one.jsonl"
-    alone.write_text("\n".join(recorded.read_text().splitlines()[:4]))
-    first = measured(alone).files[0]
-    whole = measured(recorded).files[0]
-    assert [turn.forecast for turn in first.turns] == [turn.forecast for turn in whole.turns[:4]]
-
-
 def test_hits_save_time_and_writing_tools_none(recorded: Path) -> None:
     replay = measured(recorded).files[0]
     times = replay.times()

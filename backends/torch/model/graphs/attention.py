@@ -89,7 +89,6 @@ def _slots(table: Tensor, layer: int, row: int, number: int, like: Tensor, count
 
 
 def _mask(table: Tensor, own: slice, past: int, window: int) -> Tensor:
-    """The additive mask [count, past + count] of a sequence's tokens `own`."""
     positions, flags = table[POSITIONS, own], torch.arange(own.stop - own.start)
     bits = table[SEES + flags // 64][:, own].T >> flags % 64 & 1
     sees = torch.cat([torch.ones(len(flags), past, dtype=torch.bool), bits.bool()], dim=1)

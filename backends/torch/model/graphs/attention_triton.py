@@ -163,7 +163,6 @@ def _combine(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, layer: int, window: int, scale: float) -> Tensor:
-    """As `attend` of `attention.py`."""
     _, heads, size, width = query.shape
     groups = heads // key.shape[1]
     groups_2 = triton.next_power_of_2(groups)

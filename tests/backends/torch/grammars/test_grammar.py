@@ -116,12 +116,6 @@ def test_a_wrong_grammar_is_the_callers_mistake(shared: GrammarCompiler, source:
         assert caught.value.param == "structured_outputs"
 
 
-def test_a_model_without_an_end_or_a_fast_tokenizer_cannot_be_constrained(byte_tokens: Any) -> None:
-    for tokenizer, ends in ((byte_tokens, []), (object(), [END])):
-        with pytest.raises(InvalidRequestError, match="cannot be constrained"):
-            GrammarCompiler(tokenizer, 259, ends).compile('start: "a"', param="p")
-
-
 def test_literals_and_special_tokens_are_written_as_a_grammar_wants_them(
     shared: GrammarCompiler, byte_tokens: Any
 ) -> None:
@@ -230,8 +224,6 @@ def test_what_the_end_of_a_trial_says(
     grammars.compile('start: "a"', param="p")
     with pytest.raises(EngineError, match="no process can be started"):
         grammars.compile(LARGE, param="p")
-    monkeypatch.undo()
-    grammars.compile(LARGE, param="p")
 
 
 def test_closing_does_not_wait_for_what_is_compiled(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -48,8 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Whole:
+class Whole(NamedTuple):
     """An answer that nothing cut."""
 
     prompt: list[int]
