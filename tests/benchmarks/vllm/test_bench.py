@@ -43,10 +43,6 @@ def plan(tmp_path: Path, tokenizer: Path, calls_of: Any, monkeypatch: pytest.Mon
     return made
 
 
-def turns(tmp_path: Path) -> list[str]:
-    return (tmp_path / "turns").read_text().splitlines()
-
-
 def printed(report: ForcedReport) -> str:
     console = Console(record=True, width=200)
     print_report(report, console)
@@ -55,7 +51,7 @@ def printed(report: ForcedReport) -> str:
 
 def test_engines_take_turns_in_rotating_order_and_only_ours_learn(plan: Any, tmp_path: Path) -> None:
     report = run_forced(plan("agentspec", "ngram_gpu", parts=[ForcedPart.calls]))
-    found = turns(tmp_path)
+    found = (tmp_path / "turns").read_text().splitlines()
     assert found[0] == "agentspec: bench_learn"
     calls = [turn.split(": 1 prompts ") for turn in found if turn.count(" ") > 2]
     names, sessions = zip(*calls, strict=True)
@@ -63,10 +59,6 @@ def test_engines_take_turns_in_rotating_order_and_only_ours_learn(plan: Any, tmp
     assert " ".join(names[:15]) == f"{first} {first} {second} {second} {third}", "in each file"
     assert sessions[::3][:5] == ("airline2", "sql1", "airline3", "sql2", "airline4"), "what is learned is not timed"
     assert len(report.calls) == 8 + 2 and report.left_out == [] and report.sound
-
-
-def test_figures_of_calls(plan: Any, tmp_path: Path) -> None:
-    report = run_forced(plan("agentspec", "ngram_gpu", parts=[ForcedPart.calls]))
     assert report.names == ["off", "agentspec", "ngram_gpu"]
     whole, after = (report.ratio("agentspec", "off", report.calls, part) for part in ("seconds", "decode"))
     assert whole is not None and after is not None and (after.median, after.low, after.pairs) == (4.0, 4.0, 10)

@@ -16,6 +16,7 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
+from agentspec.backends.torch.model.layers import Float32Head
 from agentspec.backends.torch.model.norms import FusedNorm, computes_alike, fuse_norms, unfuse_norms
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
@@ -148,6 +149,21 @@ def test_norms_on_a_gpu_alone_are_replaced_and_put_back(device: str) -> None:
     assert fuse_norms(block) == (device == "cuda") and isinstance(block[0], FusedNorm) is (device == "cuda")
     unfuse_norms(block)
     assert block[0] is original
+
+
+@not_interpreted
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, without_device])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_logits_are_float32_and_exact_and_a_gpu_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> None:
+    layer = nn.Linear(96, 160, dtype=dtype, device=device)
+    head = Float32Head(layer)
+    assert (head.weight.data_ptr() == layer.weight.data_ptr()) is (device == "cuda")
+    for x in (*(torch.randn(1, rows, 96).to(dtype) for rows in (1, 2, 7, 32, 130)), torch.randn(1, 3, 96)):
+        logits, exact = head(x.to(device)), layer.double()(x.to(device).double())
+        layer.to(dtype)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @not_interpreted

@@ -171,9 +171,8 @@ def test_a_call_that_a_model_broke_off_ends_no_conversation(byte_tokens: Any, ar
 
 
 def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) -> None:
-    assert tool_format(byte_tokens) is HERMES
     tokenizer = tokenizer_of(WITH_TOOLS)
-    assert tool_format(tokenizer) is HERMES
+    assert tool_format(byte_tokens) is tool_format(tokenizer) is HERMES
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]{{ tools }}"}
     assert tool_format(tokenizer) is MISTRAL and template_of(tokenizer) == "{{ messages }}"
     tokenizer.chat_template = "{{ tools }} in a format of its own"

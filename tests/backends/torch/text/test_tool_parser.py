@@ -135,6 +135,8 @@ def test_the_cut_does_not_matter(name: str, answer: str, text: str, calls: list[
     for pieces in cuts:
         said, found = read(pieces, format)
         assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == want, pieces
+        _, found = read(pieces, format, parallel=False)
+        assert [[name, json.loads(arguments)] for name, arguments in found] == want[1][:1], "only the first counts"
 
 
 def test_a_call_that_breaks_once_it_was_sent_is_not_sent_again() -> None:
@@ -157,13 +159,6 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
         reader = ToolCallParser(LLAMA, NAMES)
         said = [piece for character in answer for piece in reader.feed(character)]
         assert "".join(map(str, said)) == answer
-
-
-@pytest.mark.parametrize(("name", "answer", "text", "calls"), [case for case in CASES if len(case[3]) == 2])
-def test_without_parallel_calls_the_first_counts(name: str, answer: str, text: str, calls: list[Any]) -> None:
-    for pieces in ([answer], list(answer)):
-        said, found = read(pieces, FORMATS[name], parallel=False)
-        assert (said, [[name, json.loads(arguments)] for name, arguments in found]) == (text, [list(calls[0])])
 
 
 @pytest.mark.parametrize("parallel", [True, False])
