@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -216,17 +215,6 @@ def test_the_fingerprint_follows_weights_and_config_only(store, tmp_path):
     second = resolve(str(path)).fingerprint
     (path / "model.safetensors").write_bytes(b"other weights")
     assert len({first.fingerprint, second, resolve(str(path)).fingerprint}) == 3
-
-
-def test_a_hash_is_remembered_until_the_file_changes(store, tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"one")
-    first, before = file_sha256(path), path.stat()
-    path.write_bytes(b"two")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time: it is not read again
-    assert file_sha256(path) == first
-    path.write_bytes(b"three")
-    assert file_sha256(path) == compute_sha256(path) != first
 
 
 def test_a_store_that_cannot_be_written(tmp_path, tiny_gguf, monkeypatch):

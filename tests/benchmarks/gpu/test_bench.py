@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentspec.benchmarks.gpu.bench import GpuPlan, GpuReport, run_gpu
+from agentspec.benchmarks.gpu.bench import GpuPlan, run_gpu
 from agentspec.benchmarks.report import print_report, write_json
 from agentspec.benchmarks.runs import OFF
 
 ANSWER = "check the order again please and then check the order again please"
-
-
-def printed(report: GpuReport) -> str:
-    console = Console(record=True, width=200, quiet=False)
-    print_report(report, console)
-    return console.export_text()
 
 
 @pytest.mark.slow
@@ -33,7 +27,9 @@ def test_all_of_it_on_the_cpu(tokenizer: Path, calls_of: Any, tmp_path: Path) ->
     assert table.identical("on", OFF) == 8
     tokens_per_step = table.tokens_per_step("on")
     assert table.tokens_per_step(OFF) == 1.0 and tokens_per_step is not None and tokens_per_step > 1.0
-    text = printed(report)
+    console = Console(record=True, width=200, quiet=False)
+    print_report(report, console)
+    text = console.export_text()
     assert "tiny, random weights, float32 on CPU" in text and "not judged here" in text
     assert ", goal" not in text and "device memory, high-water: not measured" in text
     assert "airline: on / off, forced targets, random weights" in text
@@ -43,9 +39,3 @@ def test_all_of_it_on_the_cpu(tokenizer: Path, calls_of: Any, tmp_path: Path) ->
     written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
     assert written["device"] == "CPU" and {figure["met"] for figure in written["figures"]} == {None}
     assert len(written["tables"][0]["runs"]["on"]) == 8
-
-
-def test_what_there_is_no_time_for_is_left_out() -> None:
-    report = run_gpu(GpuPlan("tiny", "cpu", "float32", seconds=0.0))
-    assert report.left_out == ["exactness on small models", "the model"]
-    assert not report.checks and "left out: the model" in printed(report)

@@ -13,7 +13,6 @@ from agentspec.benchmarks.placement.workload import (
     SessionShape,
     shapes,
 )
-from agentspec.errors import ConfigurationError
 from agentspec.placement import POLICIES
 from agentspec.recordings.calls import RecordedCall
 from agentspec.types import Labels
@@ -74,24 +73,6 @@ def test_every_session_ends_once_under_every_policy(policy, order):
     assert figures["sessions"] == 120
     assert figures["calls"] == calm.figures()["calls"]
     assert counts.hit_tokens <= counts.ideal_tokens <= counts.prompt_tokens
-
-
-def test_a_scenario_is_read_from_a_file(tmp_path):
-    file = tmp_path / "scenario.json"
-    file.write_text('{"pause": 0.5, "engines": 7, "costs": {"step": 0.02, "kv_tokens": 5000}}')
-    costs = EngineCosts(step=0.02, kv_tokens=5000)
-    assert Scenario.read(file, engines=3) == Scenario(pause=0.5, engines=3, costs=costs)
-    for wrong, says in (
-        ('{"costs": {"stepp": 1}}', "costs: stepp: unknown key; did you mean 'step'"),
-        ("{", "cannot be read"),
-        ('{"costs": {"step": -1}}', "costs.step"),
-        ("[]", "cannot be read"),
-        ('{"zzz": 1}', "zzz: unknown key; known: "),
-        ('{"deadline_low": 3, "deadline_high": 2}', "deadline_high must not be below"),
-    ):
-        file.write_text(wrong)
-        with pytest.raises(ConfigurationError, match=says):
-            Scenario.read(file)
 
 
 def _calls(session, question, turns=3, at=None):
