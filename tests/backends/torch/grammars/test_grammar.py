@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 import threading
@@ -25,7 +24,6 @@ from agentspec.backends.torch.grammars.grammar import (
     GrammarMatcher,
     is_large,
 )
-from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 
 END = 256
@@ -46,13 +44,6 @@ def shared(byte_tokens: Any) -> GrammarCompiler:
 
 def ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def follow(state: GrammarMatcher, tokens: list[int]) -> GrammarMatcher:
-    for token in tokens:
-        assert state.allows(token)
-        state.advance(token)
-    return state
 
 
 def chain(count: int, kind: str = "r") -> str:
@@ -114,64 +105,6 @@ def test_a_wrong_grammar_is_the_callers_mistake(shared: GrammarCompiler, source:
         with pytest.raises(InvalidRequestError) as caught:
             shared.compile(source, param="structured_outputs")
         assert caught.value.param == "structured_outputs"
-
-
-def test_literals_and_special_tokens_are_written_as_a_grammar_wants_them(
-    shared: GrammarCompiler, byte_tokens: Any
-) -> None:
-    for text in ('"', "\\", 'a"b\\n', "line\nline\r", "é😀", "<|end|>x"):
-        state = shared.compile(f"start: {lark_string(text)}", param="p").start()
-        tokens = [byte_tokens.convert_tokens_to_ids(symbol_of(byte)) for byte in text.encode()]
-        assert follow(state, tokens).allows(END)
-    state = shared.compile(f"start: {shared.symbol('<|user|>')} {shared.symbol('<x>')}", param="p").start()
-    assert np.flatnonzero(state.mask().numpy()).tolist() == [257]
-
-
-def symbol_of(byte: int) -> str:
-    """The symbol that stands for a byte in byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = list(itertools.filterfalse(printable.__contains__, range(256)))
-    return chr(byte) if byte in printable else chr(256 + others.index(byte))
-
-
-A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}
-
-
-def test_objects_that_list_their_properties_are_closed_unless_the_schema_says_otherwise() -> None:
-    inner = {"properties": {"properties": {"type": "string"}}}
-    closed = closed_schema({"type": "object", "properties": {"a": inner, "b": {"enum": [{"properties": {}}]}}})
-    assert closed["additionalProperties"] is False and closed["properties"]["a"]["additionalProperties"] is False
-    assert "additionalProperties" not in closed["properties"]["a"]["properties"]
-    assert closed["properties"]["b"] == {"enum": [{"properties": {}}]}
-    alternatives = {"type": "object", **A, "anyOf": [{"required": ["a"]}, {"type": "object"}]}
-    assert closed_schema(alternatives)["additionalProperties"] is False
-    for schema in (
-        {"properties": {"a": {}}, "additionalProperties": True},
-        {"properties": {"a": {}}, "patternProperties": {"x": {}}},
-        {"allOf": [inner, inner]},
-        {"type": "object"},
-    ):
-        assert {**closed_schema(schema), "x-guidance": None} == {**schema, "x-guidance": None}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "object", **A, "required": ["a", "b"]},
-        {"type": "object", **A, "required": ["a"], "anyOf": [{**B, "required": ["b"]}, {"required": ["c"]}]},
-        {"type": "object", "required": ["a"], "anyOf": [B, {"properties": {"c": {}}}]},
-        {"$ref": "#/$defs/A", **B, "$defs": {"A": {"type": "object", **A}}},
-        {"type": "object", **A, "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}},
-    ],
-    ids=["a required one", "alternatives", "required with alternatives", "a reference", "alternatives by reference"],
-)
-def test_properties_that_an_object_lists_in_no_one_place_may_be_written(
-    shared: GrammarCompiler, byte_tokens: Any, schema: dict[str, Any]
-) -> None:
-    inside = {"type": "object", "properties": {"in": schema}, "$defs": schema.get("$defs", {})}
-    for nested, value in ((schema, '{"a": 1, "b": "x"}'), (inside, '{"in": {"a": 1, "b": "x"}}')):
-        source = json.dumps({"grammars": [{"json_schema": closed_schema(nested)}]})
-        assert follow(shared.compile(source, param="p").start(), ids(byte_tokens, value)).allows(END)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest
     return GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=sampling, **fields)
 
 
-def allows(form: StructuredOutput, tokenizer: Any, text: str) -> bool:
+def allows(form: StructuredOutput, tokenizer: Any, text: str, *, marks: bool = True) -> bool:
+    """Whether the form allows a whole answer; with `marks` in it as special tokens."""
     assert form.source is not None
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [END])
     state = compiler.compile(form.source.text, param=form.source.param).start()
-    for token in tokenizer.encode(text, add_special_tokens=False):
+    parts = [text] if marks else text
+    for token in [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]:
         if not state.allows(token):
             return False
         state.advance(token)
@@ -61,6 +63,32 @@ def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
     assert [rules.choice for rules in form.constraints(3, None)] == [0, 1, 2]
 
 
+LITERALS = ('"', "\\", 'a"b\\n', "line\nline\r", "é😀", "<|end|>x")
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}
+BOTH = '{"a": 1, "b": "x"}'
+CLOSED: list[dict[str, Any]] = [
+    {"type": "object", **A},
+    A,
+    {"type": "object", **A, "anyOf": [{"required": ["a"]}, {"type": "object"}]},
+    {"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", **A}}},
+]
+OPEN: list[dict[str, Any]] = [  # an object's properties are listed in several places, or others are allowed
+    {"type": "object", **A, "required": ["a", "b"]},
+    {"type": "object", **A, "required": ["a"], "anyOf": [{**B, "required": ["b"]}, {"required": ["c"]}]},
+    {"type": "object", "required": ["a"], "anyOf": [B, {"properties": {"c": {}}}]},
+    {"$ref": "#/$defs/A", **B, "$defs": {"A": {"type": "object", **A}}},
+    {"type": "object", **A, "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"B": B}},
+    {"type": "object", **A, "additionalProperties": True},
+    {"type": "object", **A, "patternProperties": {"b": {}}},
+    {"type": "object", "allOf": [{"type": "object", **A}, {"type": "object", **B}]},
+    {"type": "object"},
+]
+
+
+def inside(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"in": schema}, "$defs": schema.get("$defs", {})}
+
+
 @pytest.mark.parametrize(
     ("fields", "right", "wrong"),
     [
@@ -72,6 +100,7 @@ def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
         ),
         ({"tool_choice": "two"}, [called("two")], [called("one"), called("two") + "\n" + called("two")]),
         ({"form": StructuredOutputs(choice=("x", "y\n\""))}, [called("one"), "x", 'y\n"'], ["", "z"]),
+        ({"form": StructuredOutputs(choice=LITERALS)}, LITERALS, ["line"]),
         ({"form": StructuredOutputs(choice=("x",)), "tool_choice": "none"}, ["x"], [called("one")]),
         ({"form": StructuredOutputs(choice=("x",)), "tool_choice": "one"}, [called("one")], ["x"]),
         ({"form": StructuredOutputs(regex="a/b+")}, ["a/bb"], ["a/"]),
@@ -80,13 +109,17 @@ def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
         ({"form": StructuredOutputs(json={"enum": ["a", 1]})}, ['"a"'], ["2"]),
         ({"form": StructuredOutputs(json=True)}, ["[1, null]"], ["[1"]),
         ({"form": StructuredOutputs(grammar='start: "a" b\nb: "b" | "c"')}, ["ac"], ["a"]),
+        *(({"form": StructuredOutputs(json=schema)}, [], [BOTH]) for schema in CLOSED),
+        *(({"form": StructuredOutputs(json=schema)}, [BOTH], ["[]"]) for schema in OPEN),
+        *(({"form": StructuredOutputs(json=inside(schema))}, [f'{{"in": {BOTH}}}'], ["[]"]) for schema in OPEN),
     ],
 )  # fmt: skip
 def test_calls_and_forms(
     forms: StructuredOutputBuilder, byte_tokens: Any, fields: dict[str, Any], right: Any, wrong: Any
 ) -> None:
     form = forms.build(ask(tools=TOOLS, **fields), "x")
-    assert [allows(form, byte_tokens, text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+    allowed = [allows(form, byte_tokens, text, marks=False) for text in (*right, *wrong)]
+    assert allowed == [True] * len(right) + [False] * len(wrong)
 
 
 STRICT = tuple({**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS)

@@ -223,24 +223,6 @@ def test_namespaces_are_the_engines(default_model: Any, text: ModelText) -> None
     assert ids_of_end(loaded.target.module.generation_config, loaded.tokenizer) == text.end_ids
 
 
-def test_a_template_that_rewrites_the_past_is_not_read_off() -> None:
-    class Tokenizer:
-        """Characters; an answer that is not the last message loses its thoughts, and so does a whole conversation."""
-
-        chat_template = "x"
-        eos_token_id = 0
-
-        def apply_chat_template(self, messages: Any, add_generation_prompt: bool, **_: Any) -> str:
-            return ("<open>" if add_generation_prompt else "") + "|".join(m["content"] for m in messages)
-
-        def encode(self, text: str, **_: Any) -> list[int]:
-            return [ord(c) for c in text]
-
-    text = ModelText(TokenizerAdapter(Tokenizer()), "", "", "", frozenset({0}))
-    prompt, answer = text.encode([{"role": "user", "content": "q"}], {"role": "assistant", "content": "a"})
-    assert ("".join(map(chr, prompt)), answer) == ("<open>q", [ord("a"), 0])
-
-
 def test_the_ids_that_end_an_answer() -> None:
     tokenizer = SimpleNamespace(eos_token_id=2)
     assert ids_of_end(SimpleNamespace(eos_token_id=[1, 2]), tokenizer) == {1, 2}
