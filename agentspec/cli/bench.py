@@ -28,15 +28,12 @@ T = TypeVar("T")
 app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file")]
 TracesOption = Annotated[
-    list[Path] | None,
-    typer.Option(help="Recorded calls, FILE.jsonl.gz, to force as answers", exists=True, dir_okay=False),
+    list[Path] | None, typer.Option(help="Recorded calls to force as answers", exists=True, dir_okay=False)
 ]
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False)
 ]
-LearnedOption = Annotated[
-    int, typer.Option(help="Calls of each file, at most half, that our caches learn before others are timed", min=0)
-]
+LearnedOption = Annotated[int, typer.Option(help="Calls of each file that are learned, not timed", min=0)]
 
 
 def publish(
@@ -85,12 +82,8 @@ class GatewayMeasure(StrEnum):
 @app.command()
 def decode(
     model: ModelOption = "smollm2-135m",
-    prompts: Annotated[
-        Prompts, typer.Option(help="Code edits with long answers, with short ones, or all; or the control alone")
-    ] = Prompts.all,
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first so many prompts of each set (at least 7)", min=7)
-    ] = None,
+    prompts: Annotated[Prompts, typer.Option(help="Edits with long or short answers, or the control")] = Prompts.all,
+    limit: Annotated[int | None, typer.Option(help="Only the first prompts of each set (at least 7)", min=7)] = None,
     json: JsonFile = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
@@ -105,9 +98,7 @@ def agent(
     model: ModelOption = "smollm2-135m",
     warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
     off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
-    kept: Annotated[
-        bool, typer.Option("--kept", help="Time transformers with key/value rows kept between turns too")
-    ] = False,
+    kept: Annotated[bool, typer.Option("--kept", help="Time transformers that keep key/value rows too")] = False,
     json: JsonFile = None,
 ) -> None:
     """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
@@ -132,10 +123,7 @@ def tools(
 
 @app.command()
 def cache(
-    data: Annotated[
-        list[Path],
-        typer.Option(help="Recorded calls, FILE.jsonl.gz; more files may follow", exists=True, dir_okay=False),
-    ],
+    data: Annotated[list[Path], typer.Option(help="Recorded calls, FILE.jsonl.gz", exists=True, dir_okay=False)],
     tokenizer: Annotated[Path, typer.Option(help="Folder with a ChatML tokenizer.json", exists=True, file_okay=False)],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", exists=True, dir_okay=False)] = None,
     calls: Annotated[int, typer.Option(help="Only the first so many calls of each file", min=1)] = 600,
@@ -163,13 +151,9 @@ def cache(
 
 @app.command()
 def gateway(
-    measure: Annotated[
-        list[GatewayMeasure] | None, typer.Option(help="Only this measure; may be given several times [default: all]")
-    ] = None,
+    measure: Annotated[list[GatewayMeasure] | None, typer.Option(help="Only these measures [default: all]")] = None,
     runs: Annotated[int, typer.Option(help="Repetitions, whose medians are shown", min=1)] = 1,
-    calls: Annotated[
-        int | None, typer.Option(help="Calls at each number of connections [default: 20000]", min=100)
-    ] = None,
+    calls: Annotated[int | None, typer.Option(help="Calls for each [default: 20000]", min=100)] = None,
     connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
     streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
@@ -206,9 +190,7 @@ def traces(
 @app.command()
 def retrieval(
     corpus: Annotated[Path, typer.Option(help="Documents, FILE.jsonl or .jsonl.gz", exists=True, dir_okay=False)],
-    questions: Annotated[
-        Path, typer.Option(help='JSON lines with "id" and "question", plain or gzip', exists=True, dir_okay=False)
-    ],
+    questions: Annotated[Path, typer.Option(help='JSON lines, "id" and "question"', exists=True, dir_okay=False)],
     model: ModelOption = "smollm2-135m",
     encoder: Annotated[str, typer.Option(help="Embedding model, likewise")] = "minilm",
     count: Annotated[int, typer.Option(help="Questions of each case (at least 7)", min=1)] = 7,
@@ -257,14 +239,10 @@ class DeviceKind(StrEnum):
 
 @app.command()
 def vllm(
-    python: Annotated[
-        Path | None, typer.Option(help="Interpreter that has vLLM and agentspec [default: that of .venv-vllm]")
-    ] = None,
+    python: Annotated[Path | None, typer.Option(help="Interpreter with vLLM [default: of .venv-vllm]")] = None,
     device: Annotated[DeviceKind, typer.Option(help="What that vLLM runs on")] = DeviceKind.cuda,
     shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.medium,
-    variant: Annotated[
-        list[str] | None, typer.Option(help="Drafters beside off, as agentspec or ngram_gpu; all if not given")
-    ] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Drafters, as agentspec, ngram_gpu [default: all]")] = None,
     part: Annotated[list[str] | None, typer.Option(help="answers or calls; both if not given")] = None,
     traces: TracesOption = None,
     tokenizer: TokenizerOption = None,
@@ -320,22 +298,12 @@ def gpu(
 def placement(
     files: Files,
     policy: Annotated[str, typer.Option(help="Policies, separated by commas")] = "round_robin,least_loaded,workflow",
-    order: Annotated[
-        str, typer.Option(help="Orders of waiting calls, separated by commas: arrival, deadline")
-    ] = "arrival",
+    order: Annotated[str, typer.Option(help="Orders of waiting calls: arrival, deadline")] = "arrival",
     engines: Annotated[int, typer.Option(help="Engines", min=1)] = 10,
     sessions: Annotated[int, typer.Option(help="Sessions that arrive, drawn from the recorded ones", min=1)] = 5000,
     rate: Annotated[float, typer.Option(help="Sessions that arrive in a second", min=0.0001)] = 1.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, with other arrivals", min=1)] = 5,
-    scenario: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            exists=True,
-            dir_okay=False,
-            help="Any other parameter, and what a step costs",
-        ),
-    ] = None,
+    scenario: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="JSON: other parameters")] = None,
     format_: FormatOption = None,
     skip_bad: SkipOption = False,
     json: JsonFile = None,

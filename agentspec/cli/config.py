@@ -26,12 +26,7 @@ def show(
     config: ConfigOption = None,
     json: JsonOption = False,
     salts: Annotated[
-        bool,
-        typer.Option(
-            "--salts",
-            help="Instead, print each tenant's salt as JSON: what AGENTSPEC_VLLM_SALTS and AGENTSPEC_SGLANG_SALTS of"
-            " the servers behind this gateway hold. Keep it from clients",
-        ),
+        bool, typer.Option("--salts", help="Print tenants' salts instead, for AGENTSPEC_VLLM_SALTS; keep them secret")
     ] = False,
 ) -> None:
     """Print every setting that applies and where it comes from. Secrets are masked."""

@@ -39,12 +39,8 @@ def of_hidden_states() -> None:
 def build(
     corpus: Annotated[Path, typer.Argument(metavar="CORPUS.jsonl", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option("--out", help="Folder to make; an index there is replaced", file_okay=False)],
-    kind: Annotated[
-        KindName, typer.Option(help="Embeddings, all compared; the same by a graph, approximate; or words")
-    ] = KindName.dense,
-    model: Annotated[
-        str | None, typer.Option(help="Embedding model: built-in name, folder or model-hub id", show_default="minilm")
-    ] = None,
+    kind: Annotated[KindName, typer.Option(help="Embeddings, the same by a graph, or words")] = KindName.dense,
+    model: Annotated[str | None, typer.Option(help="Embedding model: a name or folder", show_default="minilm")] = None,
     skip_bad: SkipOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -65,14 +61,8 @@ def build(
         documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))
         encoder = None if kind is KindName.bm25 else load_encoder(model)
         try:
-            manifest = folder.build(
-                documents,
-                out,
-                kind.value,
-                encoder=encoder,
-                model=_lasting(model),
-                advance=partial(advance, total=len(documents)),
-            )
+            shown = partial(advance, total=len(documents))
+            manifest = folder.build(documents, out, kind.value, encoder=encoder, model=_lasting(model), advance=shown)
         finally:
             if encoder is not None:
                 encoder.close()
@@ -91,14 +81,11 @@ def _lasting(model: str) -> str:
 
 @knn.command("build")
 def build_datastore(
-    corpus: Annotated[
-        list[Path],
-        typer.Argument(metavar="CORPUS.jsonl...", exists=True, dir_okay=False, help="JSON lines with text; .gz too"),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is gone on with")],
+    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS.jsonl...", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is continued")],
     model: ModelOption = "smollm2-135m",
 ) -> None:
-    """Read a corpus with a model and keep the hidden state before every token: 2 bytes a number, on disk."""
+    """Read a corpus (JSON lines with "text") and store the hidden state before every token: 2 bytes a number."""
     import anyio
 
     from agentspec.backends.settings import TorchSettings

@@ -19,22 +19,16 @@ class LogLevel(StrEnum):
 
 def serve(
     config: ConfigOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Serve only this model: built-in name, folder, GGUF file or model-hub id")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Serve only this model: a name, folder or GGUF file")] = None,
     upstream: Annotated[str | None, typer.Option(help="Serve only this OpenAI-compatible endpoint, a /v1 URL")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [default: 8700]")] = None,
     store: Annotated[
-        bool | None,
-        typer.Option(
-            "--store/--no-store",
-            help="Keep prompts, outputs and their key/value rows after a request [default: --store]",
-        ),
+        bool | None, typer.Option("--store/--no-store", help="Keep what requests wrote [default: --store]")
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
 ) -> None:
-    """Run the OpenAI-compatible gateway until it is told to stop (SIGTERM drains).
+    """Run the OpenAI-compatible gateway until SIGTERM, which drains it.
 
     An upstream's API key comes from AGENTSPEC_BACKENDS__UPSTREAM__API_KEY.
     """

@@ -68,8 +68,8 @@ class ApiKey(RateLimits):
         value = os.environ.get(self.key_env, "") if self.key_env is not None else read_secret(self.key_file)
         where = f"environment variable {self.key_env!r}" if self.key_env else f"file {str(self.key_file)!r}"
         if not value.strip():
-            whose = f"tenant {self.tenant!r}" if self.role == "tenant" else "an operator"
-            raise ConfigurationError(f"the API key of {whose} is empty: set the {where}")
+            owner = f"tenant {self.tenant!r}" if self.role == "tenant" else "an operator"
+            raise ConfigurationError(f"the API key of {owner} is empty: set the {where}")
         if not value.strip().isprintable():
             raise ConfigurationError(f"the {where} must hold a single line of text, or no client can send the key")
         return SecretStr(value.strip())
@@ -84,18 +84,14 @@ def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, ApiKey]]:
     for secret, key in read:
         owner = owners.setdefault(secret.get_secret_value(), key)
         if owner.tenant != key.tenant:
-            raise ConfigurationError(
-                f"tenants {owner.tenant!r} and {key.tenant!r} have the same API key, so nobody could tell whose a"
-                " request is: give each a key of its own"
-            )
-        if owner.role != key.role:
-            raise ConfigurationError(
-                f"an operator and tenant {key.tenant!r} have the same API key: give the operator a key of its own"
-            )
-        if owner.own_limits != key.own_limits:
-            raise ConfigurationError(
-                f"two entries of tenant {key.tenant!r} have the same API key and other limits: leave one of them out"
-            )
+            pair, advice = f"tenants {owner.tenant!r} and {key.tenant!r}", "give each a key of its own"
+        elif owner.role != key.role:
+            pair, advice = f"an operator and tenant {key.tenant!r}", "give the operator a key of its own"
+        elif owner.own_limits != key.own_limits:
+            pair, advice = f"two entries of tenant {key.tenant!r} with other limits", "leave one of them out"
+        else:
+            continue
+        raise ConfigurationError(f"{pair} have the same API key: {advice}")
     return read
 
 
@@ -123,9 +119,8 @@ class ServerSettings(SettingsModel):
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
         gt=0,
-        description="Memory for all running requests' bodies and, up to half of it, for answers above 64 KiB that are"
-        " sent or stored whole; half of either for one tenant. A body beyond it gets 429; an answer waits,"
-        " then gets 503",
+        description="Memory for running requests' bodies and, up to half of it, for answers above 64 KiB that are sent"
+        " or stored whole; one tenant gets half. A body beyond it gets 429, an answer waits and then gets 503",
     )
     max_output_tokens: int = Field(
         default=131072, ge=1, description="Most tokens (max_tokens and its other names) asked of an upstream"
@@ -150,9 +145,8 @@ class ServerSettings(SettingsModel):
     # Upstreams.
     secret: SecretStr | None = Field(
         default=None,
-        description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more; set it from the"
-        " environment or secret_file only. Unset makes a new one at each start, and upstreams' prefix caches begin"
-        " empty; gateways with the same secret share them",
+        description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more, from the"
+        " environment or secret_file; unset: another at each start, with which upstreams' prefix caches begin empty",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
     extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(

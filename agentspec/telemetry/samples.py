@@ -52,7 +52,7 @@ class MemberSample:
 
 @dataclass(frozen=True, slots=True)
 class TenantSample:
-    """One tenant's requests at the gateway: running now, waiting for a place now, and refused in total."""
+    """One tenant's requests at the gateway: running now, waiting for a slot now, and refused in total."""
 
     tenant: str
     running: int
@@ -104,16 +104,8 @@ ENGINE: tuple[Family[EngineSample], ...] = (
         "Answers in forwards, each counted once for each forward",
         lambda one: sum(size * count for size, count in one.forwards.items()),
     ),
-    Family(
-        "agentspec_engine_draft_failures",
-        "Answers whose drafter failed, which went on without",
-        lambda one: one.draft_failures,
-    ),
-    Family(
-        "agentspec_engine_lossy_tokens",
-        "Tokens that a lossy rule accepted for the model's own",
-        lambda one: one.substituted,
-    ),
+    Family("agentspec_engine_draft_failures", "Answers whose drafter failed", lambda one: one.draft_failures),
+    Family("agentspec_engine_lossy_tokens", "Tokens that a lossy rule accepted", lambda one: one.substituted),
     Family(
         "agentspec_engine_prefills",
         "Prompts read before they came, by outcome",
@@ -130,9 +122,7 @@ TENANT: tuple[Family[TenantSample], ...] = (
 )
 
 MEMBER: tuple[Family[MemberSample], ...] = (
-    _gauge(
-        "agentspec_member_state", "Processes of the gateway that see the server so", lambda one: {one.state: 1}, "state"
-    ),
+    _gauge("agentspec_member_state", "Gateways that see the server so", lambda one: {one.state: 1}, "state"),
     _gauge("agentspec_member_in_flight", "Calls that a server is answering", lambda one: one.in_flight),
     Family("agentspec_member_calls", "Calls sent to a server, retries too", lambda one: one.calls),
     Family("agentspec_member_retries", "Those after another try", lambda one: one.retries),
@@ -142,24 +132,8 @@ MEMBER: tuple[Family[MemberSample], ...] = (
 INDEX: tuple[Family[IndexFigures], ...] = (
     _gauge("agentspec_index_bytes", "Memory of the token index", lambda one: one.bytes),
     _gauge("agentspec_index_sequences", "Sequences in the token index", lambda one: one.sequences),
-    _gauge(
-        "agentspec_cache_damaged_rows",
-        "Rows of the cache's database that cannot be read, and are left out",
-        lambda one: one.damaged,
-    ),
-    _gauge(
-        "agentspec_cache_unread_rows",
-        "Rows of the cache's database that are known of and not in the index yet, at most",
-        lambda one: one.unread,
-    ),
-    _gauge(
-        "agentspec_cache_behind_seconds",
-        "Seconds since the index had last taken in all that other processes wrote",
-        lambda one: one.behind,
-    ),
-    _gauge(
-        "agentspec_cache_erasure_pending",
-        "1 while bytes of what was deleted may still be in the database's files",
-        lambda one: one.erasure_pending,
-    ),
+    _gauge("agentspec_cache_damaged_rows", "Rows that cannot be read, and are left out", lambda one: one.damaged),
+    _gauge("agentspec_cache_unread_rows", "Rows that are not in the index yet, at most", lambda one: one.unread),
+    _gauge("agentspec_cache_behind_seconds", "Age of what the index has not taken in", lambda one: one.behind),
+    _gauge("agentspec_cache_erasure_pending", "1 until deleted bytes are erased", lambda one: one.erasure_pending),
 )
