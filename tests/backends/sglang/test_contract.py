@@ -26,11 +26,12 @@ import torch
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
-from agentspec.backends.sglang.drafting import TokenTree, to_arrays
+from agentspec.backends.sglang.drafting import to_arrays
 from agentspec.cache import SuffixCache
 from agentspec.types import path_length
 from tests.backends.conftest import Unpack, stored
 from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of
+from tests.backends.sglang.test_tree_layout import random_tree
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -70,15 +71,6 @@ def worker(sglang: Path) -> Any:
     vars(module).update(np=np, torch=torch)
     exec(compile(ast.Module([*future, *links, klass], []), "ngram_worker.py", "exec"), vars(module))
     return module
-
-
-def random_tree(rng: random.Random, most: int) -> TokenTree:
-    nodes: list[tuple[int, int]] = []
-    for _ in range(rng.randrange(1, most + 1)):
-        node = (rng.randrange(-1, len(nodes)), rng.randrange(1, 4))
-        if node not in nodes:
-            nodes.append(node)
-    return TokenTree([token for _, token in nodes], [parent for parent, _ in nodes])
 
 
 def path_to(tokens: list[int], parents: list[int], node: int) -> tuple[int, ...]:

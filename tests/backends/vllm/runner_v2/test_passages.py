@@ -28,13 +28,6 @@ def trees(draw: st.DrawFn) -> list[int]:
     return [draw(st.integers(-1, node - 1)) for node in range(count)]
 
 
-def test_the_likeliest_path_is_first_and_branches_follow() -> None:
-    parents = [-1, 0, 1, 0, 3, -1]  # 0-1-2, with the branch 3-4 below 0, and 5 beside 0
-    assert likeliest_paths(tree(parents), 2) == [[100, 101, 102], [100, 103, 104]]
-    assert likeliest_paths(tree(parents), 9)[2:] == [[105]]
-    assert likeliest_paths(tree([]), 4) == []
-
-
 @given(trees(), st.integers(1, 5))
 def test_paths_are_whole_and_hold_the_first_nodes(parents: list[int], count: int) -> None:
     paths = likeliest_paths(tree(parents), count)
@@ -54,9 +47,5 @@ def test_a_passage_begins_with_known_text_and_is_filled_up() -> None:
     shape = PassageShape(rows=3, overlap=2, width=5)
     rows = passages([[7, 8, 9, 10], [7]], np.array([4, 5, 6], dtype=np.int32), shape)
     assert rows.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, -1, -1], [-1] * 5]
+    assert all(shape_for(count).ahead == STEPS_BEHIND * (count + 1) + count for count in (1, 7, 32))
     assert passages([[7]], np.array([6], dtype=np.int32), shape)[0].tolist() == [6, 7, -1, -1, -1]
-
-
-def test_a_passage_outlasts_the_steps_that_the_host_does_not_know() -> None:
-    for count in (1, 7, 32):
-        assert shape_for(count).ahead == STEPS_BEHIND * (count + 1) + count

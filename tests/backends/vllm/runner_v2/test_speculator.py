@@ -40,6 +40,9 @@ def test_what_was_generated_once_is_drafted_though_the_host_is_behind(
     late.steps = steps_late
     assert learn(runner, late) == len(ANSWER), "nothing is known of the first answer"
     assert learn(runner, late) <= len(ANSWER) // (DRAFTED + 1) + 1 + steps_late
+    predicted = text(9, 40)
+    steps = learn(runner, late, text(8, 20), predicted, xargs={"agentspec_prediction": predicted})
+    assert steps <= len(predicted) // (DRAFTED + 1) + 1 + steps_late
 
 
 def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -> None:
@@ -140,25 +143,17 @@ def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     assert learn(runner, late, salt="pepper") < len(ANSWER)
 
 
-def test_a_prediction_is_drafted_from(runner: Runner, late: Late) -> None:
-    late.steps = 1
-    assert learn(runner, late, xargs={"agentspec_prediction": ANSWER}) <= len(ANSWER) // (DRAFTED + 1) + 2
-
-
-def test_a_dummy_run_touches_nothing(runner: Runner) -> None:
-    runner.begin("a", PROMPT, ANSWER)
-    runner.step()
-    before = runner.speculator.drafts.clone()
-    batch = SimpleNamespace(req_ids=["_dummy"] * 3, num_reqs=3)
-    found = runner.speculator.propose(batch, None, None, None, None, num_sampled=None, dummy_run=True)
-    assert found.shape == (3, DRAFTED) and torch.equal(runner.speculator.drafts, before)
-
-
-def test_all_ranks_get_the_first_ranks_drafts(runner: Runner, ranks: SimpleNamespace) -> None:
+def test_all_ranks_get_the_first_ranks_drafts_and_a_dummy_run_touches_nothing(
+    runner: Runner, ranks: SimpleNamespace
+) -> None:
     ranks.world_size = 2
     runner.begin("a", PROMPT, ANSWER)
     runner.step()
     assert ranks.sent == [([runner.drafts["a"]], 0)]
+    before = runner.speculator.drafts.clone()
+    batch = SimpleNamespace(req_ids=["_dummy"] * 3, num_reqs=3)
+    found = runner.speculator.propose(batch, None, None, None, None, num_sampled=None, dummy_run=True)
+    assert found.shape == (3, DRAFTED) and torch.equal(runner.speculator.drafts, before)
 
 
 class _NoValueIsRead(TorchDispatchMode):

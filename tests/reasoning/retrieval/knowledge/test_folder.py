@@ -13,13 +13,11 @@ from agentspec.reasoning.retrieval.knowledge.folder import (
     IndexKnowledge,
     Kind,
     build,
-    load_encoder,
     open_folder,
     open_knowledge,
     read_manifest,
 )
 from agentspec.reasoning.settings import IndexSettings
-from agentspec.recordings.corpus import read_corpus
 from tests.fakes import FakeEncoder
 
 pytestmark = pytest.mark.anyio
@@ -165,31 +163,3 @@ async def test_a_folder_is_opened_with_the_model_it_names_and_closes_it(out, tmp
     assert [(model, encoder.closed) for model, encoder in encoders.items()] == [("fake", True)]
     with pytest.raises(KnowledgeBaseError, match="no knowledge base"):
         open_knowledge(IndexSettings(path=out / "elsewhere"))
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("kind", ["dense", "hnsw"])
-async def test_passages_are_found_by_what_they_mean(tmp_path: Path, repository: Path, kind):
-    passages = list(read_corpus(repository / "examples" / "passages.jsonl"))
-    encoder = load_encoder("minilm")
-    try:
-        build(passages, tmp_path / "kb", kind, encoder=encoder, model="minilm")
-    finally:
-        encoder.close()
-    base = open_knowledge(IndexSettings(path=tmp_path / "kb"))
-    try:
-        asked = {
-            "How old is the planet, according to the father of the study of rocks?": "Geology",
-            "player of American football who led two different clubs": "Super Bowl 50",
-            "inventor of electric machines goes into business": "Nikola Tesla",
-        }
-        queries = [await base.metric.encode(text) for text in asked]
-        together = await base.search(queries, 3)
-        for query, title, hits in zip(queries, asked.values(), together.hits, strict=True):
-            assert hits[0].document.title == title
-            (alone,) = (await base.search([query], 3)).hits
-            assert [(hit.document.id, hit.score) for hit in alone] == [(hit.document.id, hit.score) for hit in hits]
-            assert base.metric.scores(query, hits).tolist() == [hit.score for hit in hits]
-    finally:
-        await base.aclose()
-    assert json.loads((tmp_path / "kb" / "manifest.json").read_text())["model"] == "minilm"
