@@ -49,18 +49,16 @@ def test_every_answer_of_a_conversation(tmp_path: Path) -> None:
         {"messages": [USER], "response": COMPLETION},
         {"messages": [USER], "response": "two"},
         {"messages": [USER], **COMPLETION},
+        {"id": "r", "custom_id": "c", "response": {"status_code": 200, "body": COMPLETION}},
+        {"messages": [USER], "response": {**COMPLETION, "choices": [{"message": {"content": "two"}}]}},
     ],
 )
 def test_a_logged_call(tmp_path: Path, record: dict[str, Any]) -> None:
     [call] = calls(tmp_path, record)
-    assert (call.messages, call.answer, call.finished, call.prompt) == ([USER], SAID, True, None)
+    asked = [] if "id" in record else [USER]  # the output of a batch has answers alone
+    assert (call.messages, call.answer, call.finished, call.prompt) == (asked, SAID, True, None)
     assert call.created_at == (None if record.get("response") == "two" else 1700000000)
     assert call.labels.session == record.get("custom_id", "f.jsonl:1")
-
-
-def test_the_output_of_a_batch_has_answers_alone(tmp_path: Path) -> None:
-    [call] = calls(tmp_path, {"id": "r", "custom_id": "c", "response": {"status_code": 200, "body": COMPLETION}})
-    assert (call.messages, call.answer, call.labels) == ([], SAID, Labels("c"))
 
 
 def test_several_choices_a_cut_answer_and_a_plain_prompt(tmp_path: Path) -> None:
@@ -118,11 +116,6 @@ def test_an_answer_of_another_shape_is_a_bad_line(tmp_path: Path, answer: Any) -
         calls(tmp_path, {"messages": [answer if not isinstance(answer, dict) else SAID | answer, SAID]})
 
 
-def test_an_answer_without_a_role_is_the_models(tmp_path: Path) -> None:
-    [call] = calls(tmp_path, {"messages": [USER], "response": {"choices": [{"message": {"content": "two"}}]}})
-    assert call.answer == SAID
-
-
 @pytest.mark.parametrize("response", [{}, {"choices": []}, {"error": {"message": "no"}}, {"status_code": 500}])
 def test_a_call_without_an_answer_is_a_bad_line(tmp_path: Path, response: Any) -> None:
     with pytest.raises(BadLineError, match="no answer"):
@@ -170,14 +163,13 @@ def test_compressed_files_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         detect(tmp_path / "absent")
 
 
-def test_a_compressed_file_that_is_damaged_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_folder_is_left_out(tmp_path: Path) -> None:
     damaged = tmp_path / "run.traj"
     packed = bytearray(gzip.compress(json.dumps([{"number": number} for number in range(999)]).encode()))
     packed[20:60] = bytes(40)
     damaged.write_bytes(packed)
-    for reading in (lambda: list(lines(damaged)), lambda: detect(damaged)):
-        with pytest.raises(ConfigurationError, match="cannot be read"):
-            reading()
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        detect(damaged)
     unknown: list[Path] = []
     sound = write(tmp_path, {"messages": [USER, SAID]})
     assert list(files_of(tmp_path, unknown.append)) == [sound] and unknown == [damaged]

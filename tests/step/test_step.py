@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -135,20 +134,6 @@ async def test_coroutines_and_concurrent_tasks() -> None:
     assert inspect.iscoroutinefunction(task)
     assert await asyncio.gather(task("a"), task("b")) == [Labels("a", "w", "task"), Labels("b", "w", "task")]
     assert row("task").runs == 2 and row("task").seconds >= 0.02
-
-
-def test_threads_started_in_a_copied_context() -> None:
-    seen: list[Labels] = []
-
-    @step("threaded")
-    def threaded() -> None:
-        for run in (copy_context().run, lambda function: function()):
-            thread = threading.Thread(target=run, args=(lambda: seen.append(current_labels()),))
-            thread.start()
-            thread.join()
-
-    threaded()
-    assert seen == [Labels(step="threaded"), Labels()]
 
 
 def test_generators_keep_their_protocol_and_leave_no_labels_between_items() -> None:

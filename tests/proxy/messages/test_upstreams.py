@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
-from agentspec.backends.settings import OpenAISettings
-from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from tests.proxy.upstreams import chats, posted, scripted, settings
 
 PATH = "/v1/messages"
-BODY = {"model": "up", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
+BODY = {"model": "m", "max_tokens": 20, "messages": [{"role": "user", "content": "hi"}]}
 NATIVE = [
     f"event: {name}\ndata: {data}\n\n".encode()
     for name, data in (
@@ -27,12 +26,6 @@ NATIVE = [
 ]
 
 
-def through(url: str, **backend: Any) -> Settings:
-    server = backend.pop("server", {})
-    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
-    return Settings(server=ServerSettings(**server), backends={"up": up}, models={"up": ModelSettings(backend="up")})
-
-
 def post(running: Any, body: Any = BODY, path: str = PATH, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(
@@ -41,35 +34,8 @@ def post(running: Any, body: Any = BODY, path: str = PATH, **headers: str) -> ht
 
 
 def native(answer: Any) -> Any:
-    """A server that has the route: it refuses the empty request by which it is asked."""
-
-    def script(request: Any) -> None:
-        if request.method == "GET":
-            request.answer(b'{"data":[]}')
-        elif request.body == b"{}":
-            request.answer(b'{"type":"error","error":{"type":"invalid_request_error","message":"no model"}}', 400)
-        else:
-            answer(request)
-
-    return script
-
-
-def chats(answer: Any, owner: str = "somebody") -> Any:
-    """A server that answers chats only."""
-
-    def script(request: Any) -> None:
-        if request.method == "GET":
-            request.answer(json.dumps({"data": [{"id": "x", "owned_by": owner}]}).encode())
-        elif request.target.startswith("/v1/chat/completions"):
-            answer(request)
-        else:
-            request.answer(b'{"detail":"Not Found"}', 404)
-
-    return script
-
-
-def answered(server: Any) -> list[Any]:
-    return [request for request in server.requests if request.method == "POST" and request.body != b"{}"]
+    """A server that has the route."""
+    return scripted(answer, PATH)
 
 
 def stream(request: Any, events: list[bytes]) -> None:
@@ -80,38 +46,38 @@ def stream(request: Any, events: list[bytes]) -> None:
 def test_an_upstream_that_speaks_it_gets_and_gives_the_bytes(gateway: Any, upstream: Any) -> None:
     answer = b' {"id":"m","usage":{"input_tokens":3,"output_tokens":2}, "odd":1.10}'
     server = upstream(native(lambda request: request.answer(answer)))
-    running = gateway({}, through(server.url))
-    sent = b' {"model":"up","max_tokens":20, "temperature":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
+    running = gateway({}, settings(server.url))
+    sent = b' {"model":"m","max_tokens":20, "temperature":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "mine"}
     for _ in range(2):
         response = post(running, sent, f"{PATH}?beta=true", **headers)
         assert response.content == answer and "x-agentspec-translated" not in response.headers
-    first, _ = answered(server)
+    first, _ = posted(server)
     assert first.body == sent and first.target == f"{PATH}?beta=true"
     assert {name: first.headers[name] for name in headers} == headers
     assert sum(request.body == b"{}" for request in server.requests) == 1  # it is asked once
-    assert running.metric("agentspec_completion_tokens_total", model="up") == 4
+    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
 
 
 def test_a_native_stream_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
     server = upstream(native(lambda request: stream(request, NATIVE)))
-    running = gateway({}, through(server.url))
+    running = gateway({}, settings(server.url))
     assert post(running, {**BODY, "stream": True}).content == b"".join(NATIVE)
-    assert running.metric("agentspec_completion_tokens_total", model="up") == 4
-    assert running.metric("agentspec_prompt_tokens_total", model="up") == 5
+    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
+    assert running.metric("agentspec_prompt_tokens_total", model="m") == 5
 
 
 def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstream: Any) -> None:
     server = upstream(native(lambda request: request.answer(b"{}")))
-    running = gateway({}, through(server.url, api_key="operators"))
+    running = gateway({}, settings(server.url, api_key="operators"))
     post(running, **{"x-api-key": "clients"})
-    [request] = answered(server)
+    [request] = posted(server)
     assert request.headers["x-api-key"] == "operators" and request.headers["authorization"] == "Bearer operators"
 
 
 def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: Any, upstream: Any) -> None:
     server = upstream(native(lambda request: request.answer(b"{}")))
-    running = gateway({}, through(server.url))
+    running = gateway({}, settings(server.url))
     image = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/"}}
     for wrong, param in (
         ({"api_base": "http://10.0.0.1"}, "api_base"),
@@ -122,7 +88,7 @@ def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: An
     ):
         response = post(running, {**BODY, **wrong})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert not answered(server)
+    assert not posted(server)
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {"url": "http://10.0.0.1", "api_base": "x"}}
     assert post(running, {**BODY, "messages": [{"role": "assistant", "content": [call]}]}).status_code == 200
     assert post(running, {**BODY, "system": [{"type": "text", "text": "http://10.0.0.1"}]}).status_code == 200
@@ -135,7 +101,7 @@ def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: A
         "usage": {"prompt_tokens": 3, "completion_tokens": 2},
     }
     server = upstream(chats(lambda request: request.answer(json.dumps(answer).encode())))
-    running = gateway({}, through(server.url))
+    running = gateway({}, settings(server.url))
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
     content = [{"type": "text", "text": "What is this?"}, image]
     headers = {"x-api-key": "mine", "anthropic-version": "2023-06-01", "traceparent": "00-1-2-03"}
@@ -149,13 +115,13 @@ def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: A
     assert response.headers["x-agentspec-translated"] == "chat.completions"
     message = anthropic.types.Message.model_validate(response.json())
     assert message.content[0].text == "Hi" and (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
-    [request] = answered(server)
+    [request] = posted(server)
     assert request.target == "/v1/chat/completions" and request.headers["authorization"] == "Bearer mine"
     assert "anthropic-version" not in request.headers and "x-api-key" not in request.headers
     assert request.headers["traceparent"] == "00-1-2-03"
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     assert request.json == {
-        "model": "up",
+        "model": "m",
         "max_tokens": 20,
         "stop": ["END"],
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [content[0], url]}],
@@ -180,7 +146,7 @@ def test_names_of_tools_are_as_long_as_the_upstream_takes(
         stream(request, [b"data: " + whole + b"\n\n"]) if streamed else request.answer(whole)
 
     server = upstream(chats(answer, owner))
-    running = gateway({}, through(server.url))
+    running = gateway({}, settings(server.url))
     call = {"type": "tool_use", "id": "a", "name": LONG[0], "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
     asked = {
@@ -191,7 +157,7 @@ def test_names_of_tools_are_as_long_as_the_upstream_takes(
         "stream": streamed,
     }
     assert LONG[1].encode() in post(running, asked).content
-    [request] = answered(server)
+    [request] = posted(server)
     names = [tool["function"]["name"] for tool in request.json["tools"]]
     assert len(set(names)) == 3 and names[2] == "f"
     assert all(len(name) <= 64 for name in names) if owner == "somebody" else names[:2] == LONG
@@ -210,23 +176,23 @@ def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any,
     def script(request: Any) -> None:
         stream(request, events) if streamed else request.answer(json.dumps(whole).encode())
 
-    running = gateway({}, through(upstream(chats(script)).url))
+    running = gateway({}, settings(upstream(chats(script)).url))
     answer = post(running, {**BODY, "stream": streamed}).text
     assert '"stop_reason":"refusal"' in answer and ("I can" in answer)
-    body = {"model": "up", "input": "hi", "stream": streamed}
+    body = {"model": "m", "input": "hi", "stream": streamed}
     answer = post(running, body, "/v1/responses").text
     assert '"incomplete_details":{"reason":"content_filter"}' in answer and '"text":"I cannot."' in answer
 
 
 def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: Any) -> None:
     server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}'), "vllm"))
-    running = gateway({}, through(server.url))
+    running = gateway({}, settings(server.url))
     said = {
         "role": "assistant",
         "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "So"}],
     }
     post(running, {**BODY, "messages": [*BODY["messages"], said], "thinking": {"type": "disabled"}})  # type: ignore[misc]
-    [request] = answered(server)
+    [request] = posted(server)
     assert request.json["messages"][1] == {"role": "assistant", "content": "So", "reasoning_content": "Hm."}
     assert request.json["continue_final_message"] is True and request.json["add_generation_prompt"] is False
     assert request.json["chat_template_kwargs"] == {"enable_thinking": False}
@@ -235,50 +201,40 @@ def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: A
 def test_a_hosted_model_continues_no_message(gateway: Any, upstream: Any) -> None:
     server = upstream(chats(lambda request: request.answer(b"{}")))
     said = {"role": "assistant", "content": "So"}
-    response = post(gateway({}, through(server.url)), {**BODY, "messages": [*BODY["messages"], said]})  # type: ignore[misc]
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages") and not answered(server)
-
-
-def keys(monkeypatch: pytest.MonkeyPatch) -> tuple[ApiKey, ...]:
-    monkeypatch.setenv("KEY_A", "aaa")
-    monkeypatch.setenv("KEY_B", "bbb")
-    return ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
+    response = post(gateway({}, settings(server.url)), {**BODY, "messages": [*BODY["messages"], said]})  # type: ignore[misc]
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages") and not posted(server)
 
 
 def test_tenants_are_kept_apart_by_salts_even_if_the_upstream_has_the_route(
-    gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
+    gateway: Any, upstream: Any, tmp_path: Path
 ) -> None:
     def both(request: Any) -> None:
         answer = b'{"choices":[{"finish_reason":"stop"}]}' if "chat" in request.target else b'{"error":{}}'
         request.answer(b'{"data":[{"id":"x","owned_by":"vllm"}]}' if request.method == "GET" else answer, 200)
 
     server = upstream(both)
-    running = gateway({}, through(server.url, server={"api_keys": keys(monkeypatch)}))
-    for key in ("aaa", "bbb"):
-        assert post(running, **{"x-api-key": key}).headers["x-agentspec-translated"] == "chat.completions"
-    salts = [request.json["cache_salt"] for request in answered(server)]
+    running = gateway({}, settings(server.url, tmp_path))
+    for tenant in ("alice", "bob"):
+        translated = post(running, **{"x-api-key": f"key-of-{tenant}"}).headers["x-agentspec-translated"]
+        assert translated == "chat.completions"
+    salts = [request.json["cache_salt"] for request in posted(server)]
     assert len(set(salts)) == 2 and all(len(salt) == 64 for salt in salts)
     assert all("x-api-key" not in request.headers for request in server.requests)
 
 
-def test_keys_are_taken_as_anthropics_clients_send_them(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentspec.testing import FakeBackend
-
-    running = gateway({"up": FakeBackend("ok")}, api_keys=keys(monkeypatch))
-    for given in (
-        {"x-api-key": "aaa"},
-        {"authorization": "Bearer bbb"},
-        {"authorization": "Bearer aaa", "x-api-key": "no"},
-    ):
+def test_keys_are_taken_as_anthropics_clients_send_them(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}')))
+    running = gateway({}, settings(server.url, tmp_path))
+    mine, no = "key-of-alice", "no"
+    for given in ({"x-api-key": mine}, {"authorization": f"Bearer {mine}", "x-api-key": no}):
         assert post(running, **given).status_code == 200
-    for wrong in ({}, {"x-api-key": "no"}, {"authorization": "Bearer no", "x-api-key": "aaa"}):
+    for wrong in ({}, {"x-api-key": no}, {"authorization": "Bearer no", "x-api-key": mine}):
         refused = post(running, **wrong)
         assert refused.status_code == 401 and refused.json()["type"] == "error"
         assert refused.json()["error"]["type"] == "authentication_error" and refused.headers["request-id"]
-    assert (
-        post(running, path="/v1/messages/nothing", **{"x-api-key": "aaa"}).json()["error"]["type"] == "not_found_error"
-    )
-    assert "type" not in post(running, path="/v1/nothing", **{"x-api-key": "aaa"}).json()
+    unknown = post(running, path="/v1/messages/nothing", **{"x-api-key": mine})
+    assert unknown.json()["error"]["type"] == "not_found_error"
+    assert "type" not in post(running, path="/v1/nothing", **{"x-api-key": mine}).json()
 
 
 def test_tokens_are_counted_where_the_upstream_can(gateway: Any, upstream: Any) -> None:
@@ -290,11 +246,11 @@ def test_tokens_are_counted_where_the_upstream_can(gateway: Any, upstream: Any) 
 
     path = f"{PATH}/count_tokens"
     server = upstream(vllm)
-    asked = {"model": "up", "messages": BODY["messages"], "system": "Be brief."}
-    counted = post(gateway({}, through(server.url)), asked, path)
+    asked = {"model": "m", "messages": BODY["messages"], "system": "Be brief."}
+    counted = post(gateway({}, settings(server.url)), asked, path)
     assert counted.json() == {"input_tokens": 4}
     assert server.requests[-1].json["messages"][0] == {"role": "system", "content": "Be brief."}
-    without = post(gateway({}, through(upstream(chats(lambda request: None)).url)), asked, path)
+    without = post(gateway({}, settings(upstream(chats(lambda request: None)).url)), asked, path)
     assert without.status_code == 404 and without.json()["error"]["type"] == "not_found_error"
     native_one = upstream(native(lambda request: request.answer(b'{"input_tokens": 9}')))
-    assert post(gateway({}, through(native_one.url)), asked, path).content == b'{"input_tokens": 9}'
+    assert post(gateway({}, settings(native_one.url)), asked, path).content == b'{"input_tokens": 9}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,20 +38,6 @@ def test_a_continued_conversation_has_its_prompt_cached(client: openai.OpenAI) -
     second = ask(client, input="and?", previous_response_id=first.id, temperature=0)
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens > 0
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
-def test_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"at": {"enum": ["here", "there"]}},
-        "required": ["at"],
-        "additionalProperties": False,
-    }
-    tool = {"type": "function", "name": "look", "parameters": parameters, "strict": True}
-    answer = ask(client, tools=[tool], tool_choice=choice, max_output_tokens=200, parallel_tool_calls=False)
-    [call] = [item for item in answer.output if item.type == "function_call"]
-    assert call.name == "look" and json.loads(call.arguments)["at"] in ("here", "there")
 
 
 def test_tools_that_items_bring(client: openai.OpenAI) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from tests.proxy.upstreams import HTTP, Script, chats, posted, scripted, settings
 
-# Shared: a client of its own costs more than a request.
-HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 ROUTE = "/v1/responses"
 RESPONSE = (
     b'{"metadata": {"id": "resp_other"}, "id" : "resp_1", "object":"response", "odd": {"x": 1.10},'
@@ -37,52 +34,16 @@ CHAT = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 1}},
 }
-Script = Callable[[Any], None]
-
-
-def models(owner: str) -> bytes:
-    return json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
 
 
 def native(owner: str = "somebody", answer: Script = lambda request: request.answer(RESPONSE)) -> Script:
     """An upstream with the route."""
-
-    def script(request: Any) -> None:
-        if request.target == "/v1/models":
-            request.answer(models(owner))
-        elif request.body == b"{}":
-            request.answer(b'{"error":{"message":"model is missing"}}', 400)
-        else:
-            answer(request)
-
-    return script
+    return scripted(answer, ROUTE, owner)
 
 
 def chats_only(owner: str = "somebody") -> Script:
     """An upstream without the route."""
-
-    def script(request: Any) -> None:
-        if request.target == "/v1/models":
-            request.answer(models(owner))
-        elif not request.target.startswith("/v1/chat/"):
-            request.answer(b'{"detail":"Not Found"}', 404)
-        else:
-            request.answer(json.dumps(CHAT).encode())
-
-    return script
-
-
-def settings(url: str, folder: Path | None = None, **backend: Any) -> Settings:
-    """A gateway of two tenants if `folder` is given, else without keys."""
-    keys: tuple[ApiKey, ...] = ()
-    if folder is not None:
-        for tenant in ("alice", "bob"):
-            (folder / tenant).write_text(f"key-of-{tenant}")
-        keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
-    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
-    return Settings(
-        server=ServerSettings(api_keys=keys), backends={"up": up}, models={"m": ModelSettings(backend="up")}
-    )
+    return chats(lambda request: request.answer(json.dumps(CHAT).encode()), owner)
 
 
 def post(running: Any, body: Any, tenant: str = "", headers: Any = None, **query: Any) -> httpx.Response:
@@ -92,11 +53,6 @@ def post(running: Any, body: Any, tenant: str = "", headers: Any = None, **query
     return HTTP.post(f"{running.url}{ROUTE}", content=content, headers=given, timeout=60, **query)
 
 
-def posted(server: Any, path: str = ROUTE) -> list[Any]:
-    """The requests that came, without the empty one that asks for the route."""
-    return [one for one in server.requests if one.method == "POST" and one.target == path and one.body != b"{}"]
-
-
 def test_bytes_pass_both_ways(gateway: Any, upstream: Any) -> None:
     server = upstream(native())
     running = gateway({}, settings(server.url))
@@ -104,7 +60,7 @@ def test_bytes_pass_both_ways(gateway: Any, upstream: Any) -> None:
     for _ in range(2):
         answer = post(running, sent)
         assert answer.content == RESPONSE and "x-agentspec-translated" not in answer.headers
-    assert [one.body for one in posted(server)] == [sent, sent]
+    assert [one.body for one in posted(server, ROUTE)] == [sent, sent]
     assert len([one for one in server.requests if one.body == b"{}"]) == 1, "the route is looked for once"
     assert running.metric("agentspec_completion_tokens_total", model="m") == 4
 
@@ -130,7 +86,7 @@ def test_the_empty_request_carries_the_clients_key_and_nothing_else_of_it(gatewa
     own = {"idempotency-key": "once", "x-request-id": "r1", "x-agentspec-session": "s"}
     account = {"authorization": "Bearer mine", "openai-project": "p"}
     assert post(running, {}, headers={**own, **account}).content == RESPONSE
-    [asked], [sent] = ([one for one in server.requests if one.body == b"{}"], posted(server))
+    [asked], [sent] = ([one for one in server.requests if one.body == b"{}"], posted(server, ROUTE))
     assert account.items() <= asked.headers.items() and not own.keys() & asked.headers.keys()
     assert (account | own).items() <= sent.headers.items()
 
@@ -140,7 +96,7 @@ def test_the_store_header_reaches_the_upstream(gateway: Any, upstream: Any) -> N
     running = gateway({}, settings(server.url))
     for body in (b'{"model":"m","input":"hi"}', b'{"model":"m","store": true,"input":"hi"}'):
         post(running, body, headers={"x-agentspec-store": "off"})
-    assert [one.json["store"] for one in posted(server)] == [False, False]
+    assert [one.json["store"] for one in posted(server, ROUTE)] == [False, False]
     assert running.runtime.cache.responses.get("default", "resp_1") is None
 
 
@@ -205,7 +161,7 @@ def test_tenants_responses_are_apart_at_an_upstream(gateway: Any, upstream: Any,
     assert post(running, {}, "bob").status_code == 200, "an upstream that gives an id twice"
     refused = post(running, {"previous_response_id": "resp_1"}, "bob")
     assert refused.status_code == 404
-    salts = [one.json["cache_salt"] for one in posted(server)]
+    salts = [one.json["cache_salt"] for one in posted(server, ROUTE)]
     assert salts[0] == salts[1] != salts[2] and len(salts[0]) == 64
 
 
