@@ -223,7 +223,7 @@ def test_tenants_are_kept_apart_by_salts_even_if_the_upstream_has_the_route(
 
 
 def test_keys_are_taken_as_anthropics_clients_send_them(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}')))
+    server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}'), "vllm"))
     running = gateway({}, settings(server.url, tmp_path))
     mine, no = "key-of-alice", "no"
     for given in ({"x-api-key": mine}, {"authorization": f"Bearer {mine}", "x-api-key": no}):
