@@ -35,31 +35,31 @@ MOST_PIECES = 4096  # of a prompt that are read: more than it may have messages
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A server of a pool as it was last seen. `calls` is what every policy compares."""
+    """A server of a pool as it was last seen. `calls` is what every policy compares: the calls under way.
+
+    `waiting`, by the server's metrics, counts twice, since a queue is worse than a batch. `kv_use` is the share of its
+    KV cache in use.
+    """
 
     name: str
-    in_flight: int = 0
-    """Calls that the gateway has sent and that have not ended."""
-    others: int = 0
-    """Requests of others in the server, by its own metrics: of other gateways and other clients."""
+    in_flight: int = 0  # calls that this gateway has sent
+    others: int = 0  # requests of other gateways and clients
     waiting: int = 0
-    """Requests queued in the server, by its own metrics. They count twice, since a queue is worse than a batch."""
     kv_use: float = 0.0
-    """Share of the server's KV cache in use, 0 to 1."""
 
     @property
     def calls(self) -> int:
-        """What it carries."""
         return self.in_flight + self.others + self.waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is known of a call before it is sent. The session is scoped by tenant already."""
+    """What is known of a call before it is sent: the session, scoped by tenant, and hashes of the prompt's blocks, each
+    of all text up to its end, so that equal prefixes have equal hashes.
+    """
 
     session: str | None = None
     blocks: Sequence[int] = ()
-    """Hashes of the prompt's blocks, each of all text up to its end, so that equal prefixes have equal hashes."""
 
 
 class PlacementPolicy(ABC):
@@ -182,19 +182,16 @@ class Roster:
 class WorkflowAffinity(PlacementPolicy):
     """Sessions stay where their context is cached, as long as that server is not crowded. The default policy.
 
-    A session's next call extends the context of the last one, which only one server has: its home. That is where this
-    gateway sent it last, as long as it is not crowded: it may carry `CROWDED` times what the others do. A crowded
-    server drives the session away, to one that has its prefix or to the freest.
+    A session's home is the server that this gateway sent it to last. It is left when it carries more than `CROWDED`
+    times what the others do, for a server that has the prompt's prefix or for the freest.
 
-    The home of a session that this gateway does not know follows from a hash, the same in every gateway. While all
-    calls are this gateway's, a busy home is passed over: it may carry no more than the others do. Where others send
-    calls too, they may have sent this session's, and only a crowded home is, or one in which calls wait. A new session
-    with a prompt most of which one server has, and no other, goes there instead if that carries at most `BOUND` times
-    what the others do, so that branches follow their trunk.
+    The home of a session that this gateway does not know follows from a hash, the same in every gateway. It may carry
+    no more than the others do, unless other gateways send calls too, which may have sent this session's: then it only
+    may not be crowded, nor have waiting calls. If one server alone has most of a new session's prompt, the session goes
+    there while that server carries at most `BOUND` times what the others do, so that branches follow their trunk.
 
-    Calls without a session go to the freest of the members with room that were sent the longest prefix of the prompt,
-    else to the freest of all. So a popular prefix spreads to as many servers as its calls need (the rule of SGLang's
-    cache-aware router, with its imbalance test replaced by a bound).
+    Calls without a session go to the freest of the members with room that have the longest prefix of the prompt, else
+    to the freest of all: a popular prefix spreads to as many servers as its calls need (as in SGLang's router).
     """
 
     reads_prompts = True

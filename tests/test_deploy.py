@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agentspec.backends.pool.servers import DISCOVERY_SECONDS
+from agentspec.backends.pool.fleet import DISCOVERY_SECONDS
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import Settings, load_settings
 

@@ -133,7 +133,7 @@ def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
     """Each server of an upstream: listed, or by DNS."""
     import anyio
 
-    from agentspec.backends.pool.servers import DiscoveryError, discover
+    from agentspec.backends.pool.fleet import DiscoveryError, discover
 
     if not settings.has_several_servers:
         yield from check_upstream(name, settings)

@@ -2,24 +2,6 @@
 
 from agentspec.backends.http.endpoint import Endpoint
 from agentspec.backends.http.proxies import Transport
-from agentspec.backends.http.response import (
-    MAX_ANSWER_BYTES,
-    MAX_LIST_BYTES,
-    MEMBER_HEADER,
-    Room,
-    UpstreamResponse,
-    decode_json,
-    status_error,
-)
+from agentspec.backends.http.response import MAX_LIST_BYTES, MEMBER_HEADER, Room, UpstreamResponse, decode_json
 
-__all__ = [
-    "MAX_ANSWER_BYTES",
-    "MAX_LIST_BYTES",
-    "MEMBER_HEADER",
-    "Endpoint",
-    "Room",
-    "Transport",
-    "UpstreamResponse",
-    "decode_json",
-    "status_error",
-]
+__all__ = ["MAX_LIST_BYTES", "MEMBER_HEADER", "Endpoint", "Room", "Transport", "UpstreamResponse", "decode_json"]

@@ -25,8 +25,7 @@ else:
         import httpx
 
 __all__ = ["ConnectionPool", "NothingAnsweredError", "PooledAnswer", "httpcore", "httpx"]
-MAX_UNREAD = 64 << 10
-"""Bytes of an answer that wait to be read before the server is made to wait."""
+MAX_UNREAD = 64 << 10  # bytes of an answer that wait to be read before the server has to wait
 MAX_HEAD_BYTES = 256 << 10
 KEEPALIVE_SECONDS = 4.0  # that an idle connection is reused: vLLM closes one after 5
 _FALLBACK_SECONDS = 0.25  # RFC 8305: after these the next address of a name is tried as well

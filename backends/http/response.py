@@ -22,28 +22,16 @@ REQUEST_HEADERS = frozenset({"accept", "authorization", "content-type", "idempot
 REQUEST_PREFIXES = ("anthropic-", "openai-", "trace", "x-agentspec-", "x-request-id", "x-stainless-")
 RESPONSE_HEADERS = frozenset({"content-encoding", "content-type", "retry-after", "retry-after-ms", "x-should-retry"})
 RESPONSE_PREFIXES = ("anthropic-ratelimit-", "openai-", "x-agentspec-", "x-ratelimit-", "x-request-id")
+# Headers that choose or name the account. With the operator's key they are left out.
 ACCOUNT_HEADERS = frozenset({"openai-organization", "openai-project", "x-api-key"})
-"""Headers that choose or name the account. With the operator's key they are left out."""
-MEMBER_HEADER = "x-agentspec-member"
-"""Sent to operators only. It is left out of the answer of another gateway, to which this one may look like one."""
+MEMBER_HEADER = "x-agentspec-member"  # for operators only, which another gateway takes this one for
 _OWN_PREFIXES = ("openai-model", "openai-processing-", "openai-version", "x-agentspec-", "x-request-id")
 
-Room = Callable[[int], Awaitable[None]]
-"""Reserves memory for so many bytes of an answer, or waits for it."""
+Room = Callable[[int], Awaitable[None]]  # reserves memory for so many bytes of an answer, or waits for it
 _NOTHING_SENT = (httpx.ConnectError, httpcore.ConnectError, httpx.ConnectTimeout, httpcore.ConnectTimeout)
 _CERTIFICATE = "its certificate is not trusted, or for another name; SSL_CERT_FILE can name authorities to trust"
 _LATE = (httpx.TimeoutException, httpcore.TimeoutException)
-_BROKEN = (
-    httpx.HTTPError,
-    httpx.InvalidURL,
-    httpx.CookieConflict,
-    httpx.StreamError,
-    httpcore.NetworkError,
-    httpcore.ProtocolError,
-    httpcore.ProxyError,
-    httpcore.UnsupportedProtocol,
-    httpcore.ConnectionNotAvailable,
-)
+_BROKEN = (httpx.HTTPError, httpcore.NetworkError, httpcore.ProtocolError)
 
 
 class UpstreamResponse:

@@ -8,28 +8,21 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
-from agentspec.backends.http import (
-    MAX_ANSWER_BYTES,
-    MAX_LIST_BYTES,
-    Room,
-    UpstreamResponse,
-    decode_json,
-    status_error,
-)
+from agentspec.backends.http import MAX_LIST_BYTES, Room, UpstreamResponse, decode_json
+from agentspec.backends.http.response import MAX_ANSWER_BYTES, status_error
 from agentspec.backends.openai.fields import GOAL, PRIORITY, token_id_fields
-from agentspec.backends.openai.payload import payload
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.upstream import Upstream
-from agentspec.errors import UpstreamError
+from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.protocol.deltas import CallNumbers, merged, to_delta
 from agentspec.protocol.headers import label_headers, policy_of, switched_off
 from agentspec.protocol.wire import SseDecoder
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +36,13 @@ class OpenAIBackend(Upstream):
     """
 
     _most_tokens: int | None = None
-    _capabilities = Capabilities(logprobs=True, continue_final=True)
-    _tokenization: ServerTokenization | None = None
+    capabilities = Capabilities(logprobs=True, continue_final=True)
+    """Assumed abilities until `probe` has found out the upstream's real ones."""
+    tokenization: ServerTokenization | None = None
+    """The server's tokenizer, if `probe` has found that the server has tokenizer endpoints."""
 
     def __repr__(self) -> str:
-        return f"OpenAIBackend({self._endpoint!r})"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Assumed abilities until `probe` has found out the upstream's real ones."""
-        return self._capabilities
-
-    @property
-    def tokenization(self) -> ServerTokenization | None:
-        """The server's tokenizer, if `probe` has found that the server has tokenizer endpoints."""
-        return self._tokenization
+        return f"OpenAIBackend({self.endpoint!r})"
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Stream the answer to `request`, sent with its model name, or with the settings' if it has none.
@@ -69,7 +54,7 @@ class OpenAIBackend(Upstream):
         failure: also for a stream that ends without a finish reason, so that a cut answer never looks complete.
         """
         path, body = payload(self._limited(request), request.model or self.settings.model or "")
-        if self._capabilities.token_ids or await self._detector.is_vllm():
+        if self.capabilities.token_ids or await self._detector.is_vllm():
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
             body[PRIORITY] = request.priority
@@ -86,7 +71,7 @@ class OpenAIBackend(Upstream):
         }
         added = self._session_headers(labels)
         async with (
-            self._endpoint.send("POST", path, headers=headers, body=_encode(body), added=added) as response,
+            self.endpoint.send("POST", path, headers=headers, body=_encode(body), added=added) as response,
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
@@ -104,7 +89,7 @@ class OpenAIBackend(Upstream):
                 delta = calls.numbered(to_delta(chunk))
                 size += delta.size
                 if size > MAX_ANSWER_BYTES:
-                    message = f"upstream {self._endpoint.name} answered with more than {MAX_ANSWER_BYTES} bytes"
+                    message = f"upstream {self.endpoint.name} answered with more than {MAX_ANSWER_BYTES} bytes"
                     raise UpstreamError(message)
                 if last is not None:
                     last = merged(last, delta)
@@ -113,7 +98,7 @@ class OpenAIBackend(Upstream):
                 else:
                     yield delta
         if last is None or last.finish_reason == "cancelled":
-            raise UpstreamError(f"upstream {self._endpoint.name} ended the answer before it was finished")
+            raise UpstreamError(f"upstream {self.endpoint.name} ended the answer before it was finished")
         yield last
 
     def limit(self, max_tokens: int) -> None:
@@ -122,11 +107,11 @@ class OpenAIBackend(Upstream):
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """The upstream's own model list; `headers` may carry a client's key. Raises as `generate` does."""
-        async with self._endpoint.send("GET", "/models", headers=headers or {}) as response:
-            answer = decode_json(await self._checked(response, MAX_LIST_BYTES), self._endpoint.name)
+        async with self.endpoint.send("GET", "/models", headers=headers or {}) as response:
+            answer = decode_json(await self._checked(response, MAX_LIST_BYTES), self.endpoint.name)
         listed = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(listed, list):
-            raise UpstreamError(f"upstream {self._endpoint.name} answered /models without a list")
+            raise UpstreamError(f"upstream {self.endpoint.name} answered /models without a list")
         return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
 
     async def probe(self, timeout: float = 10.0) -> ProbeReport:
@@ -134,29 +119,29 @@ class OpenAIBackend(Upstream):
 
         `timeout` bounds each phase of each try in seconds. Updates `capabilities` and `tokenization`.
         """
-        report = await probe(self._endpoint, self.settings, timeout)
+        report = await probe(self.endpoint, self.settings, timeout)
         if report.answers:
-            self._capabilities = Capabilities(
+            self.capabilities = Capabilities(
                 token_ids=report.token_ids,
                 continue_final=report.continue_final,
                 logprobs=report.logprobs,
                 context_length=report.context_length,
             )
             model = self.settings.model or report.models[0]
-            self._tokenization = ServerTokenization(self._endpoint, model) if report.tokenizes else None
+            self.tokenization = ServerTokenization(self.endpoint, model) if report.tokenizes else None
         return report
 
     async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
         """One vector for each text. Raises as `generate` does. A long answer is parsed in a thread."""
         given = {"model": model, "input": list(texts), "encoding_format": "float"}
         body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
-        answer = await self._endpoint.fetch("POST", EMBEDDINGS, body=body)
+        answer = await self.endpoint.fetch("POST", EMBEDDINGS, body=body)
         try:
             if len(answer) <= INLINE_BYTES:
                 return _vectors(answer, len(texts))
             return await asyncio.to_thread(_vectors, answer, len(texts))
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise UpstreamError(f"upstream {self._endpoint.name} answered /embeddings without vectors") from None
+            raise UpstreamError(f"upstream {self.endpoint.name} answered /embeddings without vectors") from None
 
     def _limited(self, request: GenerateRequest) -> GenerateRequest:
         asked, most = request.sampling.max_tokens, self._most_tokens
@@ -167,25 +152,25 @@ class OpenAIBackend(Upstream):
     async def _chunks(self, response: UpstreamResponse, room: Room | None) -> AsyncGenerator[Any]:
         """The JSON of each event, or the whole JSON body if the upstream does not stream."""
         if response.status >= 400 or not response.is_stream:
-            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES, room), self._endpoint.name)
+            yield decode_json(await self._checked(response, MAX_CHOICE_BYTES, room), self.endpoint.name)
             return
         if response.is_encoded:
-            raise UpstreamError(f"upstream {self._endpoint.name} sent a compressed stream, which was not asked for")
+            raise UpstreamError(f"upstream {self.endpoint.name} sent a compressed stream, which was not asked for")
         decoder = SseDecoder()
         async with aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:
                 for data in decoder.feed(piece):
                     if data == "[DONE]":
                         return
-                    yield decode_json(data.encode(), self._endpoint.name)
+                    yield decode_json(data.encode(), self.endpoint.name)
         for data in decoder.finish():
             with suppress(UpstreamError):  # half an event, or [DONE]; the caller notices what the answer lacks
-                yield decode_json(data.encode(), self._endpoint.name)
+                yield decode_json(data.encode(), self.endpoint.name)
 
     async def _checked(self, response: UpstreamResponse, limit: int, room: Room | None = None) -> bytes:
         body = await response.aread(limit, room)
         if response.status >= 400:
-            error = status_error(self._endpoint.name, response.status, body, response.headers)
+            error = status_error(self.endpoint.name, response.status, body, response.headers)
             error.own_key = response.own_key
             raise error
         return body
@@ -206,3 +191,71 @@ def _vectors(answer: bytes, count: int) -> list[list[float]]:
     if not all(math.isfinite(sum(vector)) for vector in found):
         raise ValueError("a vector holds what is no number")
     return found
+
+
+def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:
+    """The path and the body of `request`, which ask for a stream with usage.
+
+    Sampling fields that were not given are left out, so that the upstream's own defaults apply. `extra` is merged in
+    but cannot change the fields set here. Raises `InvalidRequestError` for `n` above 1: a delta cannot carry it.
+    """
+    choices = request.extra.get("n", request.sampling.n)
+    if choices not in (None, 1):
+        raise InvalidRequestError(
+            f"n must be 1, not {choices!r}: an endpoint is asked for one answer at a time", param="n"
+        )
+    chat = request.messages is not None
+    body = dict(request.extra)
+    body |= _sampling(request.sampling, chat=chat)
+    body |= {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if chat:
+        body["messages"] = [dict(message) for message in request.messages or ()]
+    else:
+        body["prompt"] = request.text if request.text is not None else list(request.token_ids or ())
+    if request.continue_final:
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    body |= _chat(request) if chat else {}
+    if request.return_prompt:
+        body["return_token_ids"] = True
+    return "/chat/completions" if chat else "/completions", body
+
+
+def _chat(request: GenerateRequest) -> dict[str, Any]:
+    """The fields that only chat requests have; defaults are left out."""
+    body: dict[str, Any] = {}
+    if not (request.start_answer or request.continue_final):
+        body["add_generation_prompt"] = False
+    if request.tools:
+        choice: Any = request.tool_choice
+        if choice not in ("auto", "none", "required"):
+            choice = {"type": "function", "function": {"name": choice}}
+        body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": choice}
+        body |= {} if request.parallel_tool_calls else {"parallel_tool_calls": False}
+    if request.template_arguments:
+        body["chat_template_kwargs"] = dict(request.template_arguments)
+    return body
+
+
+def _form(form: StructuredOutputs) -> dict[str, Any]:
+    """A structured output in the body: JSON forms in OpenAI's fields, other forms in vLLM's."""
+    if form.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if isinstance(form.json, Mapping):
+        described = {"name": "answer", "schema": dict(form.json)}
+        return {"response_format": {"type": "json_schema", "json_schema": described}}
+    return {"structured_outputs": form.given}
+
+
+def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
+    apart = ("logprobs", "top_logprobs", "structured_outputs")
+    names = [field.name for field in fields(sampling) if field.name not in apart]
+    body = {name: getattr(sampling, name) for name in names if sampling.is_given(name)}
+    if "logit_bias" in body:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.logprobs:
+        body |= (
+            {"logprobs": True, "top_logprobs": sampling.top_logprobs} if chat else {"logprobs": sampling.top_logprobs}
+        )
+    if sampling.structured_outputs is not None:
+        body |= _form(sampling.structured_outputs)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in body.items()}

@@ -23,12 +23,9 @@ ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"
 _SESSION_KINDS = ("vllm", "sglang")
 # The field that carries switches to our drafter inside a server, and the routes that have it.
 _SWITCHES = {"vllm": (XARGS, (CHAT, COMPLETIONS, RESPONSES)), "sglang": ("custom_params", (CHAT, COMPLETIONS))}
-GOAL = "latency_target_ms_per_token"
-"""The field of a body that holds the milliseconds per token after the first."""
-LATENCY = "agentspec_latency_ms_per_token"
-"""Its name in `vllm_xargs`, which `backends/vllm/proposer.py` reads."""
-PREDICTION = "agentspec_prediction"
-"""The name in `vllm_xargs` of the prediction's token ids, which `backends/vllm/proposer.py` reads."""
+GOAL = "latency_target_ms_per_token"  # the field of a body: milliseconds per token after the first
+# Its name in `vllm_xargs`, and that of the prediction's token ids, which `backends/vllm/proposer.py` reads.
+LATENCY, PREDICTION = "agentspec_latency_ms_per_token", "agentspec_prediction"
 MAX_PREDICTED = 32_768
 TOKENIZE_SECONDS = 2.0
 
@@ -98,10 +95,7 @@ def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Ma
 
 
 def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm_xargs` of a body with the fields `given`, with its latency goal; the client's own argument stays.
-
-    Raises `InvalidRequestError` for a goal that is no number above 0.
-    """
+    """`vllm_xargs` with the latency goal of the body; the client's own argument stays. Raises `InvalidRequestError`."""
     goal = given[GOAL]
     check_latency_goal(goal)
     return {} if _has_argument(given, LATENCY) else _added(XARGS, {LATENCY: float(goal)}, given)
@@ -113,10 +107,8 @@ def _has_argument(given: Mapping[str, Any], name: str) -> bool:
 
 
 async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm_xargs` of a body with the fields `given`, with the token ids of its `prediction`.
-
-    The server itself turns the text into tokens (`/tokenize`). If it cannot, the request is sent without: only drafts
-    are lost.
+    """`vllm_xargs` with the token ids of the body's `prediction`, as the server's `/tokenize` makes them. If it cannot,
+    the request is sent without: only drafts are lost.
     """
     if _has_argument(given, PREDICTION):
         return {}

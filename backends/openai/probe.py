@@ -87,11 +87,10 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Prober:
-    endpoint: Endpoint
-    model: str
-    timeout: float
+    def __init__(self, endpoint: Endpoint, model: str, timeout: float) -> None:
+        self.endpoint, self.model, self.timeout = endpoint, model, timeout
+        self.tokenization = ServerTokenization(endpoint, model, timeout)
 
     async def ask(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
         answer = decode_json(await self._post(messages, fields), self.endpoint.name)
@@ -107,9 +106,8 @@ class _Prober:
         return any(_prompt_tokens(object_in(event)) is not None for event in events)
 
     async def tokenizes(self) -> bool:
-        side = ServerTokenization(self.endpoint, self.model, self.timeout)
         with suppress(UpstreamError):
-            return await side.detokenize(await side.tokenize("Hello")) == "Hello"
+            return await self.tokenization.detokenize(await self.tokenization.tokenize("Hello")) == "Hello"
         return False
 
     async def has_other_tokenizer(self) -> bool:
@@ -124,7 +122,7 @@ class _Prober:
             return False
         written: list[int] = []
         with suppress(UpstreamError):
-            written = await ServerTokenization(self.endpoint, self.model, self.timeout).rendered_ids(_TELLING)
+            written = await self.tokenization.rendered_ids(_TELLING)
         if read != written:
             logger.warning(
                 "upstream %s: its tokenizer is not that of its model: no token ids are used", self.endpoint.name

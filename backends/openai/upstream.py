@@ -11,19 +11,8 @@ from urllib.parse import quote
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse
-from agentspec.backends.openai.fields import (
-    GOAL,
-    PRIORITY,
-    SESSION,
-    goal_fields,
-    label_fields,
-    labels_in,
-    prediction_fields,
-    priority_fields,
-    session_fields,
-    switch_fields,
-    takes_switches,
-)
+from agentspec.backends.openai import fields as wire
+from agentspec.backends.openai.fields import GOAL, PRIORITY, SESSION
 from agentspec.backends.openai.isolation import SALT, TenantIsolation
 from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
 from agentspec.backends.openai.tokenization import ServerTokenization
@@ -42,7 +31,7 @@ class Upstream:
 
     Errors call the endpoint `name`; without a name, by its address. The API key comes from the settings or a key file
     and appears in no `repr`, message or log. `address` is the one to connect to, if the URL's host has several.
-    Raises `ConfigurationError` when the key file cannot be read.
+    Raises `ConfigurationError` when the key file cannot be read. `endpoint` is the way to the server.
     """
 
     def __init__(
@@ -54,14 +43,10 @@ class Upstream:
         address: str | None = None,
     ) -> None:
         self.settings = settings
-        self._endpoint = Endpoint(settings, name=name, transport=transport, address=address)
-        self._detector = ServerDetector(self._endpoint, settings)
+        self.endpoint = Endpoint(settings, name=name, transport=transport, address=address)
+        self.aclose, self.leave_loop = self.endpoint.aclose, self.endpoint.leave_loop
+        self._detector = ServerDetector(self.endpoint, settings)
         self._isolation: TenantIsolation | None = None
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The way to the server."""
-        return self._endpoint
 
     def forward(
         self,
@@ -85,7 +70,7 @@ class Upstream:
         added = self._session_headers(labels)
         if self._isolation is not None and self._isolation.required:
             headers = self._isolation.headers(tenant, headers) | label_headers(labels)
-        return self._endpoint.send(method, path, headers=headers, body=body, query=query, added=added, above=above)
+        return self.endpoint.send(method, path, headers=headers, body=body, query=query, added=added, above=above)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         """Keep tenants apart from now on, unless the settings let them share this upstream."""
@@ -97,7 +82,7 @@ class Upstream:
         One that does not answer now is asked again by each request.
         """
         kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
-        name = self._endpoint.name
+        name = self.endpoint.name
         if kind is None:
             logger.warning("upstream %s does not answer: until it does, requests to it are refused", name)
         if kind == "other":
@@ -123,7 +108,7 @@ class Upstream:
             return salts
         sent = labels
         if self._apart:
-            own = labels_in(given)
+            own = wire.labels_in(given)
             named = Labels(labels.session or own.session, labels.workflow or own.workflow, labels.step)
             sent = self._apart.labels(tenant, named)
             if not isinstance(given.get(SESSION), (str, NoneType)):
@@ -135,17 +120,17 @@ class Upstream:
         session = self._own_labels(tenant, labels).session
         if given.get(SESSION) and not self._apart:
             session = None  # the client's own is sent
-        fields |= session_fields(kind, session, given) | priority_fields(self.settings, kind, given)
-        return fields | (switch_fields(kind, path, off, {**given, **fields}) if off else {})
+        fields |= wire.session_fields(kind, session, given) | wire.priority_fields(self.settings, kind, given)
+        return fields | (wire.switch_fields(kind, path, off, {**given, **fields}) if off else {})
 
     async def _vllm_fields(self, sent: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields for our drafter in a vLLM server: the labels, the prediction and the latency goal."""
-        fields = label_fields(sent, given)
+        fields = wire.label_fields(sent, given)
         if given.get("prediction") is not None:
             model = self.settings.model or str(given.get("model"))
-            fields |= await prediction_fields(self._endpoint, model, {**given, **fields})
+            fields |= await wire.prediction_fields(self.endpoint, model, {**given, **fields})
         if given.get(GOAL) is not None and await self._detector.keeps_latency():
-            fields |= goal_fields({**given, **fields})
+            fields |= wire.goal_fields({**given, **fields})
         return fields
 
     @property
@@ -158,7 +143,7 @@ class Upstream:
         route cannot carry; nor one of the switches `off` that vLLM or SGLang take at another one.
         """
         kind = await self._detector.kind() if off else None
-        if takes_switches(kind, CHAT) and not takes_switches(kind, path):
+        if wire.takes_switches(kind, CHAT) and not wire.takes_switches(kind, path):
             return False
         return (self._apart is None or path in _LABELLED) and await self._detector.has_route(path, headers)
 
@@ -172,14 +157,7 @@ class Upstream:
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""
-        return ServerTokenization(self._endpoint, model)
-
-    async def aclose(self) -> None:
-        await self._endpoint.aclose()
-
-    async def leave_loop(self) -> None:
-        """Close the connections of the running loop, which is about to end; those of other loops stay open."""
-        await self._endpoint.leave_loop()
+        return ServerTokenization(self.endpoint, model)
 
     @property
     def _apart(self) -> TenantIsolation | None:
@@ -204,7 +182,7 @@ class Upstream:
             return self._isolation.salts(kind, tenant, given, apart=self._apart is not None)
         if self._apart:
             raise UpstreamIsolationError(
-                f"upstream {self._endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
+                f"upstream {self.endpoint.name} is not known to be vLLM or SGLang now, so it cannot keep the"
                 " caches of several tenants apart; try again later, or let the operator set shared_upstream for it"
             )
         return {}

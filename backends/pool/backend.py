@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentspec.backends.base import NONE, Capabilities
-from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.payload import payload
+from agentspec.backends.openai.backend import OpenAIBackend, payload
 from agentspec.backends.openai.probe import ProbeReport
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.pool import Attempts, Pool
-from agentspec.errors import NoServerError, UpstreamError
+from agentspec.errors import UpstreamError
 from agentspec.placement import Call, prompt_blocks, scoped_call
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
 
@@ -100,12 +99,10 @@ class PoolBackend:
         return member.backend, model
 
     async def leave_loop(self) -> None:
-        """Close the connections of the running loop, which is about to end."""
         for member, _ in self.pool.members():
             await member.backend.leave_loop()
 
     async def aclose(self) -> None:
-        """Close the connections to all servers. Idempotent."""
         for member, _ in self.pool.members():
             await member.backend.aclose()
 
@@ -113,12 +110,12 @@ class PoolBackend:
         async for attempt in Attempts(self.pool, Call(), _until(None)):
             async with attempt:
                 return await ask(attempt.backend, attempt.model)
-        raise NoServerError("no server of this model answered")  # not reached: the last try raises or returns
+        raise AssertionError("the last try raises or returns")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTokenization:
-    """The tokenizer and chat template of a pool's servers: any of them is asked. Raises as `PoolBackend` does."""
+    """The tokenizer and chat template of a pool's servers, of which any is asked. Raises as `PoolBackend` does."""
 
     pool: PoolBackend
 

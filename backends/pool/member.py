@@ -45,7 +45,6 @@ class PoolMember:
         self.name, self.group, self.backend = name, group, backend
         self.load: ServerLoad | None = None
         self.in_flight = self.calls = self.retries = self.failures = 0
-        self.measure_at = 0.0  # when to ask for its metrics again
         self._settings, self._lost = settings, lost
         self._counted = 0.0  # failures that answers have not made up for
         self._opened: float | None = None  # when the breaker opened, if it is open

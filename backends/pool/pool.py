@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from agentspec.backends.pool.member import PoolMember, current_time
-from agentspec.backends.pool.servers import Servers
 from agentspec.backends.settings import FleetSettings
 from agentspec.errors import (
     NoServerError,
@@ -20,6 +20,9 @@ from agentspec.errors import (
     UpstreamTimeoutError,
 )
 from agentspec.placement import Call, PlacementPolicy
+
+if TYPE_CHECKING:
+    from agentspec.backends.pool.fleet import Servers
 
 UNAVAILABLE = frozenset({502, 503})
 """Statuses of a server that is not there. Any other 5xx may be the request's fault, and leaves the server out only
@@ -35,9 +38,8 @@ Placed = tuple[PoolMember, str | None]
 
 
 class Pool:
-    """The servers of `targets`, each asked for its own model name. For one event loop.
-
-    `prepare` is awaited before the first try of a call: it finds out the servers.
+    """The servers of `targets`, each asked for its own model name. For one event loop. `prepare` is awaited before the
+    first try of a call: it finds out the servers.
     """
 
     def __init__(
@@ -49,13 +51,9 @@ class Pool:
         prepare: Callable[[], Awaitable[None]],
     ) -> None:
         self.name, self.targets, self.policy, self.fleet, self.prepare = name, tuple(targets), policy, fleet, prepare
+        self.reads_prompts = policy.reads_prompts
         for servers, _ in self.targets:
             servers.lost.append(policy.removed)
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether calls are placed by the blocks of their prompts."""
-        return self.policy.reads_prompts
 
     def members(self) -> Iterator[Placed]:
         """The members with the names by which they know the model."""

@@ -285,7 +285,7 @@ async def test_redirects_are_not_followed(status: int) -> None:
 def test_every_error_of_the_http_library_is_an_upstream_error() -> None:
     """Those that a proxy of the environment or a given transport raises."""
     settings = OpenAISettings(base_url="http://up.test/v1", server_kind="other")  # type: ignore[arg-type]
-    for kind in {one for one in vars(httpx).values() if isinstance(one, type) and issubclass(one, Exception)}:
+    for kind in {one for one in vars(httpx).values() if isinstance(one, type) and issubclass(one, httpx.HTTPError)}:
         error = kind.__new__(kind)
         Exception.__init__(error, "message")
 

@@ -87,15 +87,12 @@ async def test_metrics_that_hang_are_not_asked_for_twice_at_once() -> None:
     await ended(pool)
 
 
-@pytest.mark.parametrize(("probe", "health", "metrics"), [(True, 60, 1), (False, 0, 0)])
-async def test_a_server_without_metrics_is_seldom_asked_for_them_and_hosted_apis_never(
-    probe: bool, health: int, metrics: int
-) -> None:
-    one = Server("a", paths={"/metrics": answering("", 404)})
-    pool = make(one, kind="vllm", probe=probe)
+async def test_hosted_apis_are_left_alone() -> None:
+    one = Server("a")
+    pool = make(one, kind="vllm", probe=False)
     await pool.begin()
-    await asyncio.sleep(59.5)
-    assert (len(one.times("/health")), len(one.times("/metrics"))) == (health, metrics)
+    await asyncio.sleep(60)
+    assert not one.seen
     await ended(pool)
 
 
