@@ -64,7 +64,7 @@ class _BackgroundLoop:
     def remote(self, settings: OpenAISettings) -> Runtime:
         with self._lock:
             if settings not in self._runtimes:
-                address = settings.url  # what errors call it: whoever gave the address may read it
+                address = settings.url  # what errors call it
                 name = f"{address.scheme}://{address.host}:{address.port}{address.path or ''}"
                 self._runtimes[settings] = Runtime(Settings(backends={name: settings}))
             return self._runtimes[settings]
@@ -82,7 +82,7 @@ class _BackgroundLoop:
             self._stack.close()
 
     def leave_behind(self) -> None:
-        """Begin anew in a forked process, where the loop's thread is not: nothing here may wait for it, or for a lock
+        """Begin again in a forked process, where the loop's thread is not: nothing here may wait for it, or for a lock
         that it may have held. The runtimes stay unfreed, as they have threads of their own.
         """
         portal, stack, self._of_parent = self._portal, self._stack, self._runtimes

@@ -241,7 +241,7 @@ class NoServerError(UpstreamError):
 
 
 class UpstreamStatusError(UpstreamError):
-    """An upstream's error response, kept whole so that a gateway can pass it on unchanged.
+    """An upstream's whole error response, so that a gateway can pass it on unchanged.
 
     `own_key`: the request carried the operator's key. `for_client`: a refusal of its key is a gateway's client's.
     """
@@ -276,7 +276,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that was probably meant; empty if none is near."""
+    """A hint at the nearest known name; empty if none is near."""
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 

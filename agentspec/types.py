@@ -163,8 +163,8 @@ class StructuredOutputs:
 
 
 class _Default:
-    """Marks a number that nobody gave, through `replace` too: servers have defaults of their own in its place, as vLLM
-    those of the model's generation config.
+    """Marks a number that was not given, through `replace` too: servers have defaults of their own in its place, as
+    vLLM those of the model's generation config.
     """
 
     __slots__ = ()
@@ -344,7 +344,7 @@ class Prompt:
 class Usage:
     """Token counts of one generation. The prediction counts are None unless the request carried a prediction.
 
-    `reasoning_tokens` are those of `completion_tokens` that are thoughts; None where nobody counted them.
+    `reasoning_tokens` are those of `completion_tokens` that are thoughts; None where they were not counted.
     """
 
     prompt_tokens: int = 0

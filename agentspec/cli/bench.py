@@ -176,7 +176,7 @@ def gateway(
 
 @app.command()
 def traces(
-    source: Annotated[LogSource, typer.Argument(help="Whose logs they are")],
+    source: Annotated[LogSource, typer.Argument(help="Which project's logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz")],
 ) -> None:

@@ -135,7 +135,7 @@ def _search(settings: Settings, text: str | None, model: str | None) -> dict[str
     if text is None and model is None:
         return {}
     if text is None or model is None:
-        raise ConfigurationError("--text and --model go together: a model's own tokenizer tells what its tokens say")
+        raise ConfigurationError("--text and --model go together: only its tokenizer can read a model's tokens")
     from agentspec.backends.torch.text.model_text import load_tokenizer
     from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 

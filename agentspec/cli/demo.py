@@ -82,7 +82,7 @@ def statement(off: list[str], on: list[str]) -> str:
         return f"Outputs: identical with speculation off and on, in all {len(off)} calls."
     return (
         f"Outputs: NOT identical: {differ} of {len(off)} calls differ. A near-tie between two tokens can fall either"
-        " way when rows are computed in batches of another shape; `agentspec verify` tells whether it was one."
+        " way when rows are computed in batches of another shape; `agentspec verify` checks whether it was one."
     )
 
 

@@ -29,7 +29,7 @@ SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines th
 
 
 def found(files: list[Path], console: Console) -> list[Path]:
-    """`files`, with each folder replaced by the files in it whose format is known; the others are counted aloud."""
+    """`files`, with each folder replaced by the files in it whose format is known; their number is printed."""
     unknown: list[Path] = []
     known = [file for path in files for file in files_of(path, unknown.append)]
     if unknown:
@@ -73,8 +73,8 @@ def progress() -> Iterator[tuple[Console, Advance]]:
     from rich.table import Column
 
     console = Console(stderr=True)
-    beside = Column(no_wrap=True, max_width=console.width // 3)  # the counts stay whole beside a long path
-    name = TextColumn("{task.description}", markup=False, table_column=beside)
+    narrow = Column(no_wrap=True, max_width=console.width // 3)  # leaves room for the counts next to a long path
+    name = TextColumn("{task.description}", markup=False, table_column=narrow)
     columns = (BarColumn(console.width // 4), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(name, *columns, console=console) as bars:
         tasks: dict[str, Any] = {}

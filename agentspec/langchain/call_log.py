@@ -22,7 +22,7 @@ class CallLog(BaseCallbackHandler):
     """Appends each finished call of the chat models that have it among their `callbacks` to `path`, as a line of JSON.
 
     A line is of the format `log`: labels, request and answer. It holds prompts in full, so the file is made readable by
-    its owner only. Half a surrogate pair becomes a question mark, and calls that fail are left out. Thread-safe. Raises
+    its owner only. A lone surrogate becomes a question mark, and calls that fail are left out. Thread-safe. Raises
     `ConfigurationError` where no file can be written.
     """
 

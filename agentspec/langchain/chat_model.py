@@ -115,7 +115,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What tells calls apart in LangChain's cache: also the model and the strategy that a step around them asks."""
+        """What LangChain's cache distinguishes calls by: also the model and the strategy of the step around them."""
         policy = current_policy()
         named: dict[str, Any] = {"model": policy.model or self.model, "strategy": policy.strategy}
         named |= {name: getattr(self, name) for name in ("base_url", *_SAMPLING, "prediction", "extra_body")}

@@ -45,7 +45,7 @@ class EarlyTools:
     """Early starts for the agents of one middleware: `AgentSpecMiddleware(early_tools=EarlyTools(speculator))`.
 
     Names of read-only tools in place of `speculator` make one that learns in memory. What is learned belongs to
-    `tenant` and `agent`, by default the workflow. `identity` tells apart the credentials with which the tools run.
+    `tenant` and `agent`, by default the workflow. `identity` distinguishes the credentials with which the tools run.
     In a tool's metadata, `needs_approval` keeps it from an early start.
     """
 
@@ -65,7 +65,7 @@ class EarlyTools:
         self._specs: dict[int, tuple[BaseTool, ToolSpec]] = {}
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
-        """Before a model call: start what pays. None where the session cannot be told, or a step is replayed."""
+        """Before a model call: start what pays. None where the session is unknown, or a step is replayed."""
         session = self._following(request)
         if session is not None:
             tools = session.functions
@@ -157,7 +157,7 @@ class EarlyTools:
             session.restart()
             seen = []
         for message in request.messages[len(seen) :]:
-            _tell(session, message)
+            _report(session, message)
         session.followed = marks
 
     def _spec(self, tool: BaseTool) -> ToolSpec:
@@ -253,7 +253,7 @@ def _usable(tool: BaseTool, message: Any) -> _EarlyResult:
     return _EarlyResult(message)
 
 
-def _tell(session: ToolSession, message: AnyMessage) -> None:
+def _report(session: ToolSession, message: AnyMessage) -> None:
     if isinstance(message, HumanMessage):
         session.says(message.text)
     elif isinstance(message, ToolMessage):
@@ -294,7 +294,7 @@ def takes_more(tool: BaseTool, schema: Mapping[str, Any]) -> bool:
     """Whether the tool's function has parameters that the model does not fill; `schema` is that of the model's."""
     coroutine = getattr(tool, "coroutine", None)
     if getattr(coroutine, "__module__", None) == _ADAPTER and "runtime" not in schema.get("properties", {}):
-        return _tells_others(coroutine)
+        return _shows_runtime(coroutine)
     functions = (getattr(tool, "func", None), coroutine)
     if not any(functions):
         functions = (type(tool)._run, type(tool)._arun)  # noqa: SLF001  where a subclass says what it takes
@@ -310,7 +310,7 @@ def takes_more(tool: BaseTool, schema: Mapping[str, Any]) -> bool:
     return fields is not None and not {*fields} <= filled
 
 
-def _tells_others(function: Any) -> bool:
+def _shows_runtime(function: Any) -> bool:
     """Whether the function of an MCP tool gives its runtime, or news of the call, to anything besides the server.
 
     The function that langchain-mcp-adapters (0.3) makes for each tool takes a `runtime`, of which only its

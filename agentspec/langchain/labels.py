@@ -14,8 +14,8 @@ from agentspec.tools.history import canonical
 from agentspec.types import Labels
 
 _RESUMING = "__pregel_resuming"  # what LangGraph sets for the first nodes that it runs after an interrupt
-_SAVER = "__pregel_checkpointer"  # where LangGraph tells graphs inside a node which checkpoints to write
-_OF_THE_PLACE = (  # in `configurable`: says nothing of who asks, or the same as `langgraph_auth_user_id`
+_SAVER = "__pregel_checkpointer"  # where LangGraph says which checkpoints graphs inside a node write
+_NOT_THE_CALLER = (  # in `configurable`: says nothing of who asks, or the same as `langgraph_auth_user_id`
     *("thread_id", "run_id", "langgraph_request_id"),
     "langgraph_auth_user",
 )
@@ -56,7 +56,7 @@ def labels_of_agent(workflow: str | None, session: str | None, *, node: str | No
 
 def _agent_name(run: Mapping[str, Any]) -> str | None:
     """The agent's name, else the name of the node in which its graph runs, else of the deployed graph."""
-    around = [place for place in _around(run) if ":" in place]  # a node's second graph has a number besides
+    around = [node for node in _around(run) if ":" in node]  # a node's second graph has a number too
     standing = around[-1].partition(":")[0] if around else None
     return _text(run.get("lc_agent_name")) or _text(standing) or _text(run.get("graph_id"))
 
@@ -82,7 +82,7 @@ def is_replayed() -> bool:
 
 
 def branch_of_agent() -> str:
-    """Tells apart the agents, and the branches of one, that run in a session at the same time."""
+    """Distinguishes the agents, and the branches of one, that run in a session at the same time."""
     return "|".join(_around(_run_metadata()))
 
 
@@ -91,7 +91,7 @@ def asked_by() -> str:
 
     Raises `ValueError` or `TypeError` for what JSON cannot hold: two secrets may look the same.
     """
-    given = {name: value for name, value in _configurable() if name not in _OF_THE_PLACE}
+    given = {name: value for name, value in _configurable() if name not in _NOT_THE_CALLER}
     return hashlib.sha256(canonical(given).encode("utf-8", "surrogatepass")).hexdigest() if given else ""
 
 

@@ -160,8 +160,8 @@ def _without_thoughts(message: BaseMessage) -> BaseMessage:
     """An earlier answer without the content blocks that are not sent back, such as reasoning."""
     if not isinstance(message, AIMessage) or isinstance(message.content, str):
         return message
-    kept = [part for part in message.content if isinstance(part, str) or part.get("type") in _SENT_BACK]
-    return message.model_copy(update={"content": kept or ""})
+    sent = [part for part in message.content if isinstance(part, str) or part.get("type") in _SENT_BACK]
+    return message.model_copy(update={"content": sent or ""})
 
 
 def _reasoning(extra: dict[str, Any]) -> str:
@@ -197,7 +197,7 @@ def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:
 
 
 def _bytes(text: str) -> list[int]:
-    return list(text.encode("utf-8", "surrogatepass"))  # a token may be half a surrogate pair
+    return list(text.encode("utf-8", "surrogatepass"))  # a token may be a lone surrogate
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:

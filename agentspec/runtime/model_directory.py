@@ -33,7 +33,7 @@ class Aliases:
         """The aliases that are whole names."""
         return iter(self._exact)
 
-    def meant(self, model: str) -> str:
+    def resolve(self, model: str) -> str:
         """The model that `model` stands for: itself if it is no alias."""
         if model in self._models:
             return model
@@ -112,4 +112,4 @@ class ModelDirectory:
     def _kinds_on(self, base: tuple[str, str]) -> dict[str, str]:
         """The models that answer by `base`: the kind of each strategy, and "plain", by name."""
         kinds = strategies_of(self._settings, base)
-        return kinds | {name: "plain" for name, meant in self._names.items() if meant == base and name not in kinds}
+        return kinds | {name: "plain" for name, found in self._names.items() if found == base and name not in kinds}

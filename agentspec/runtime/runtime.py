@@ -104,7 +104,7 @@ class Runtime:
     def start(self) -> None:
         """Build the backends. Blocks until their models are loaded. Idempotent.
 
-        Raises `ConfigurationError` or `ModelUnavailableError`. Backends built before the failure are kept for the next
+        Raises `ConfigurationError` or `ModelUnavailableError`. Backends built before the failure remain for the next
         call; `aclose` releases them.
         """
         with self._building:
@@ -125,7 +125,7 @@ class Runtime:
     async def start_for(self, model: str) -> None:
         """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
         if not self.ready:
-            self._directory.find(self.aliases.meant(model))
+            self._directory.find(self.aliases.resolve(model))
             await anyio.to_thread.run_sync(self.start)
 
     def models(self) -> list[str]:
@@ -158,7 +158,7 @@ class Runtime:
         """
         if strategy is None and self.ready and (known := self._routes.get(model)):
             return known
-        model = self._directory.with_strategy(self.aliases.meant(model), strategy)
+        model = self._directory.with_strategy(self.aliases.resolve(model), strategy)
         backend_name, upstream_model = self._directory.find(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
@@ -169,7 +169,7 @@ class Runtime:
     def base_of(self, model: str) -> Route:
         """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""
         self.route(model)
-        backend_name, upstream_model = self._directory.base_of(self.aliases.meant(model))
+        backend_name, upstream_model = self._directory.base_of(self.aliases.resolve(model))
         return Route(backend_name, self._backend(backend_name), upstream_model)
 
     def _backend(self, name: str) -> Backend:
@@ -220,7 +220,7 @@ class Runtime:
                 self._building.release()
 
     def close_cache(self) -> None:
-        """Flush and close the cache, unless the caller passed it or nobody opened it. Blocks; idempotent."""
+        """Flush and close the cache, unless the caller passed it or it was never opened. Blocks; idempotent."""
         if self._own_cache is not None:
             self._own_cache.close()
 

@@ -125,17 +125,17 @@ class Settings(BaseModel):
         """A strategy's models are plain ones: a [models.NAME] table without a strategy, or a backend."""
         plain = [other for other, model in self.models.items() if isinstance(model, ModelSettings)]
         known = dict.fromkeys([*plain, *self.backends])
-        for role, meant in strategy.models.items():
-            if meant not in known:
-                raise ValueError(f"models.{name}.{role} {_names_no(meant, 'plain model and no backend', known)}")
+        for role, value in strategy.models.items():
+            if value not in known:
+                raise ValueError(f"models.{name}.{role} {_names_no(value, 'plain model and no backend', known)}")
         base: str | None = getattr(strategy, "knowledge", None)
         if base is not None and base not in self.knowledge:
             raise ValueError(f"models.{name}.knowledge {_names_no(base, '[knowledge.NAME] table', self.knowledge)}")
 
 
-def _names_no(meant: str, wanted: str, known: Collection[str]) -> str:
-    """Says that the value `meant` of a key should be one of `known`."""
-    return f"= {meant!r} names no {wanted}; configured: {', '.join(known) or 'none'}{suggestion(meant, known)}"
+def _names_no(value: str, wanted: str, known: Collection[str]) -> str:
+    """Says that the value of a key should be one of `known`."""
+    return f"= {value!r} names no {wanted}; configured: {', '.join(known) or 'none'}{suggestion(value, known)}"
 
 
 def load_settings(
@@ -283,8 +283,10 @@ def _is_setting(name: str) -> bool:
 
 
 def _keep_backends(layer: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: table for name, table in tables(layer, "backends") if name in wanted}
-    return {key: value for key, value in layer.items() if key not in ("backends", "models")} | {"backends": kept}
+    wanted_tables = {name: table for name, table in tables(layer, "backends") if name in wanted}
+    return {key: value for key, value in layer.items() if key not in ("backends", "models")} | {
+        "backends": wanted_tables
+    }
 
 
 def _default_backend(merged: dict[str, Any]) -> None:

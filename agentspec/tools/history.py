@@ -43,7 +43,7 @@ class ToolHistory:
         self._selectors: dict[str, dict[Selector, None]] = {}  # by canonical value
 
     def says(self, text: str) -> None:
-        """The user, or whoever asks the agent, says something."""
+        """The user, or another caller of the agent, says something."""
         self._events.append(USER)
         self._keep([(("user", shape(span)), span) for span in spans(text)])
 

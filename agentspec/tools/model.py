@@ -29,7 +29,7 @@ _SELECTORS = 48  # of an argument that are tried, those that found most
 _RANKS = 8  # values of a selector that are tried: agents read lists item by item
 _VALUES = 12  # values of a selector that are looked at
 _FORMS = 3  # sets of arguments of a tool that are tried
-_WIDTH = 8  # partial argument sets that are kept while further arguments are added
+_WIDTH = 8  # partial argument sets that are tried while further arguments are added
 _MOST_RULES = 400  # of a turn that are counted
 _LEVELS = (0.05, 0.2, 0.5)  # between the levels of how good a tool's best arguments look
 _AGAIN = 0.15  # before calibration: how much less likely the very same call is a second time
@@ -65,8 +65,8 @@ class PredictionScore(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What tells whether a call comes later: its tool, the last event, whether it was made before, and the rules that
-    fill its arguments.
+    """What the chance of a later call depends on: its tool, the last event, whether it was made before, and the rules
+    that fill its arguments.
     """
 
     tool: str
@@ -78,7 +78,7 @@ class Outlook(NamedTuple):
 class LaterScore(NamedTuple):
     """Whether the call of an outlook came later.
 
-    Each prediction is told once when it is made, as if the call never came, and once more, with `hit`, if it comes.
+    Each prediction is reported when it is made, as if the call never came, and again, with `hit`, if it comes.
     """
 
     outlook: Outlook
@@ -89,10 +89,10 @@ class LaterScore(NamedTuple):
 class TurnObservation:
     """One turn: the events before it, the calls made in it, and which rules would have filled their arguments.
 
-    `promise` tells for each tool how good its best arguments looked (0 to 3, and -1 less that where it was not
+    `promise` has for each tool how good its best arguments looked (0 to 3, and -1 less that where it was not
     called), `forms` the names of arguments of each call, `sources` where the value of an argument was found, `scores`
-    the predictions that were made, `seconds` what tools and turns took that were measured meanwhile, and `later` what
-    became of predictions for later turns.
+    the predictions that were made, `seconds` how long the tools and turns since the last observation took, and `later`
+    what became of predictions for later turns.
     """
 
     after: tuple[str, ...]
@@ -143,7 +143,7 @@ class OpenForecasts:
     def settle(
         self, forecast: CallForecast, made: Collection[str], *, began: float, now: float, voids: bool
     ) -> tuple[LaterScore, ...]:
-        """What a turn with the calls `made`, by identity, tells of its own predictions and of earlier ones.
+        """What a turn with the calls `made`, by identity, says of its own predictions and of earlier ones.
 
         The turn `began` and ended at these seconds; it `voids` what was started before if it changes something.
         """

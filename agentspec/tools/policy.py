@@ -68,9 +68,9 @@ class ToolPolicy:
             return
         self._offered = offered
         for name in self.read_only - offered - self._warned:
-            if meant := difflib.get_close_matches(name, offered - self.read_only, n=1, cutoff=_NEAR):
+            if near := difflib.get_close_matches(name, offered - self.read_only, n=1, cutoff=_NEAR):
                 self._warned.add(name)
-                _log.warning("no tool %s is offered, which is listed as read-only; did you mean %s?", name, meant[0])
+                _log.warning("no tool %s is offered, which is listed as read-only; did you mean %s?", name, near[0])
 
 
 def _names(values: Collection[str]) -> frozenset[str]:
@@ -88,9 +88,9 @@ def _age(value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AgentCaller:
-    """Who an agent works for. `identity` tells apart the credentials with which its tools run, such as a user's id.
+    """Who an agent works for. `identity` distinguishes the credentials with which its tools run, such as a user's id.
 
-    Nothing is shared between tenants or identities. What is learned belongs to a tenant's `agent`. `branch` tells apart
+    Nothing is shared between tenants or identities. What is learned belongs to a tenant's `agent`. `branch` separates
     conversations of one session at the same time: what may change something in one voids what was read in all.
     """
 

@@ -184,7 +184,7 @@ class LearnedCalls:
         if forgotten or not learned:
             _learn(rebuilt, turns)
         with self._lock:
-            if forgotten or not agent.ids:  # a turn that was learned meanwhile is read the next time
+            if forgotten or not agent.ids:  # a turn that was learned since is read the next time
                 agent.model, agent.ids = rebuilt, set(stored)
             else:
                 _learn(agent.model, [turn for turn in turns if turn.id not in agent.ids])
