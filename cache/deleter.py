@@ -45,10 +45,6 @@ class Deleter:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener) if listener in self._listeners else None
 
-    @property
-    def expires(self) -> bool:
-        return self._retention is not None
-
     def forget(self, selection: Selection, *, expiring: bool = False) -> int:
         """Delete a selection; returns how many sequences were deleted.
 
@@ -103,7 +99,7 @@ class Deleter:
         try:
             if self._store:
                 self.apply_deletions()
-                self._store.secure_erase()
+                self._store.erasure.finish()
         finally:  # nothing outlives its term because something else fails
             if time.monotonic() >= self._expires_at:
                 self.expire()
@@ -143,8 +139,8 @@ class Deleter:
             count = store.forget(selection, rewrite=not expiring)
             self._pool.count(forgotten=count)
         self.apply_deletions()
-        store.secure_erase(now=True)
-        if store.erasure_pending and count:
+        store.erasure.finish(now=True)
+        if store.erasure.is_pending and count:
             _log.warning(
                 "deleted from %s, but bytes may be left in its files until others cease to read them", store.name
             )

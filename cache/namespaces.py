@@ -50,9 +50,6 @@ class Totals(Generic[K]):
         self._changed: set[K] | None = None  # keys that are not in the heap with their present size
         self._heap: list[tuple[int, int, K]] = []  # (-size, order, key); some of sizes that keys had before
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
     def __getitem__(self, key: K) -> int:
         return self._sizes.get(key, 0)
 

@@ -207,24 +207,6 @@ class Partition:
     has not changed takes no memory.
     """
 
-    __slots__ = (
-        "_meta",
-        "added",
-        "drafter",
-        "load_at",
-        "loaded",
-        "lock",
-        "measured",
-        "merging",
-        "namespace",
-        "owed",
-        "retired",
-        "saved",
-        "sessions",
-        "shared",
-        "used_at",
-    )
-
     def __init__(self, namespace: Namespace, *, loaded: bool = True) -> None:
         self.namespace = namespace
         self.lock = threading.RLock()

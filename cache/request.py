@@ -63,8 +63,7 @@ class CacheStats:
 class CachePool:
     """The partitions that the requests, the deletions and the store of one cache work on. Thread-safe.
 
-    `memory_bytes` bounds all partitions, `tenant_memory_bytes` the partitions of each tenant. The pool passes every
-    output that it shares to `persist`; sequences get the next of `numbers`.
+    The pool passes every output that it shares to `persist`; sequences get the next of `numbers`.
 
     Threads take locks in this order: `Deleter.following`; `Partition.lock`, under which all work on one namespace is
     done; the lock of the table and that of the counts, under which nothing takes longer with more text. No request
@@ -152,9 +151,7 @@ class CachePool:
     ) -> None:
         """Add an output to the cached past outputs, unless its session was deleted or the content filter refuses it.
 
-        Learns the token after which it `ended`.
-
-        `release`, which follows, looks after the budgets.
+        Learns the token after which it `ended`. `release`, which follows, looks after the budgets.
         """
         if self._content_filter and self._content_filter.refuses(context, tokens, decode):
             self.count(refused=1)

@@ -417,7 +417,7 @@ class State:
             raise CacheError(f"{self.database.name} cannot be changed: {reason(error)}") from error
         if gone:
             self.erasure.mark(rewrite=True)
-            self._erase(now=True)
+            self.erasure.finish(now=True)
 
     def _forget_within(self, connection: sa.Connection, selection: Selection) -> int:
         return sum(store.forget_within(connection, selection) for store in (self.responses, self.tool_turns))
@@ -430,16 +430,10 @@ class State:
     def maintain(self) -> None:
         """Delete what is too old or too much, in each store whatever fails in others. To be called now and then."""
         with ExitStack() as done:
-            done.callback(self._erase)
+            done.callback(self.erasure.finish)
             done.callback(self.note_deletions)
             done.callback(self.responses.maintain)
             done.callback(self.tool_turns.maintain)
-
-    def _erase(self, *, now: bool = False) -> None:
-        try:
-            self.erasure.finish(now=now)
-        except FAILURES as error:
-            raise CacheError(f"deleted, but bytes may be left in {self.database.name}: {reason(error)}") from error
 
     def close(self) -> None:
         """Write what waits, and release the database. Idempotent."""

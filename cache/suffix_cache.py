@@ -61,7 +61,7 @@ class SuffixCache:
             *memory,
             content_filter=content_filter,
             numbers=store.numbering if store else None,
-            persist=store.put if store else None,
+            persist=store.writer.put if store else None,
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
@@ -94,18 +94,16 @@ class SuffixCache:
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
-        `memory_bytes` bounds the index and `disk_bytes` the database
-        with its segments; the tenant limits bound one tenant's part of each. In memory the least recently used
-        sequences are evicted first, on disk the oldest. One process per database is its writer, which keeps it within
-        bounds; any number of processes follow. Where another process is the writer, mode "writer" raises
-        `CacheLockedError` and "auto" follows. Where the database cannot be used for now (no permission, no room, no
-        locks, no server), "auto" warns and goes on in memory, and the other modes raise `CacheError`.
+        `memory_bytes` bounds the index and `disk_bytes` the database with its segments, the tenant limits one tenant's
+        part of each. In memory the least recently used sequences are evicted first, on disk the oldest. One process per
+        database is its writer, which enforces the bounds; any number follow. Where another process is the writer, mode
+        "writer" raises `CacheLockedError` and "auto" follows; where the database cannot be used for now (no permission,
+        room, locks or server), "auto" warns and goes on in memory, and the other modes raise `CacheError`.
 
-        The writer deletes sequences older than `retention` (seconds or a timedelta) at once, then hourly. If a text
-        matches one of `refuse_patterns` (regular expressions), or is unknown because the request has no `decode`, its
-        output serves its own session only. Answers in `responses` take at most `responses_bytes`, a quarter of the
-        limits on disk, and are deleted after 30 days, or `retention` if that is less. Raises `ConfigurationError` for
-        settings that cannot work, and `CacheFormatError` for a database that cannot be read.
+        The writer deletes sequences older than `retention` (seconds or a timedelta). If a text matches one of
+        `refuse_patterns`, or is unknown because the request has no `decode`, its output serves its own session only.
+        Answers in `responses` take at most `responses_bytes`, and are deleted after 30 days, or `retention` if that is
+        less. Raises `ConfigurationError` for settings that cannot work, `CacheFormatError` for a damaged database.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
@@ -321,7 +319,7 @@ class SuffixCache:
             if cache._sync:
                 cache._opened_state()
                 cache._sync.start()
-            if store or cache._deleter.expires:
+            if store or given["retention"] is not None:
                 cache._maintenance_thread()
         except BaseException:
             with contextlib.suppress(CacheError):

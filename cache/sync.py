@@ -12,7 +12,7 @@ from agentspec.cache.deleter import Deleter
 from agentspec.cache.namespaces import AT_ONCE
 from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
-from agentspec.cache.storage.segments import Coverage, LoadedSegment, Segment, segment_of
+from agentspec.cache.storage.segments import Coverage, Segment, segment_of
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import SequenceRecord
 from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError
@@ -55,14 +55,14 @@ class StoreSync:
         return {
             "disk_bytes": self.disk_bytes(),
             "mode": store.mode,
-            "store_error": store.error,
+            "store_error": store.writer.error,
             "segment_error": segments.error,
             "segments_skipped": segments.skipped,
-            "unwritten": store.dropped,
+            "unwritten": store.writer.dropped,
             "damaged": store.damaged,
             "unread": store.unread,
             "behind": store.behind,
-            "erasure_pending": store.erasure_pending,
+            "erasure_pending": store.erasure.is_pending,
         }
 
     # Reading.
@@ -82,12 +82,12 @@ class StoreSync:
             if self._pool.namespaces.preload(namespace) is None:
                 break
         with contextlib.suppress(CacheError):  # the maintenance thread tries again, and reports it
-            self._store.secure_erase()
+            self._store.erasure.finish()
         self._started = True
 
     def can_reload(self) -> bool:
         """Whether outputs are being written, so that a namespace that leaves memory is found again."""
-        return self._store.error is None
+        return self._store.writer.error is None
 
     def load(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
         """Fill a partition that is not loaded, under its lock, with at most `room` bytes, of which it reserves some.
@@ -111,8 +111,12 @@ class StoreSync:
         namespace, row = partition.namespace, 0
         if self._segments.exists and not partition.shared.sequence_count:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
-            if loaded and (self._adopt(loaded, partition) or partition.memory_bytes() > room // 2):
-                row = loaded.segment.coverage.row
+            if loaded:
+                segment, index, numbers = loaded
+                partition.adopt(index, dict(zip(numbers, segment.meta, strict=True)))
+                partition.saved = partition.added
+                if len(numbers) == segment.coverage.rows or partition.memory_bytes() > room // 2:
+                    row = segment.coverage.row
         room = max(0, room - partition.memory_bytes())
         unwritten = self._store.unwritten(namespace)  # from before it left memory
         for record in (*self._newest(namespace, row, room, reserve), *unwritten):
@@ -148,13 +152,6 @@ class StoreSync:
         size = segment.index_bytes + _BYTES_PER_SEQUENCE * len(segment.meta)
         return size <= room and reserve(size) >= size
 
-    def _adopt(self, loaded: LoadedSegment, partition: Partition) -> bool:
-        """Use a segment. Returns whether it has all rows that it covers."""
-        meta = dict(zip(loaded.sequences, loaded.segment.meta, strict=True))
-        partition.adopt(loaded.index, meta)
-        partition.saved = partition.added
-        return len(meta) == loaded.segment.coverage.rows
-
     def follow(self) -> None:
         """Load sequences that other processes wrote since the last call, and stay the writer. Raises `CacheError`."""
         if self._store.renew_lease():
@@ -182,7 +179,7 @@ class StoreSync:
 
     def flush(self) -> None:
         """Wait until the outputs closed so far are in the database. Raises `CacheError` if they cannot be written."""
-        self._store.flush()
+        self._store.writer.flush()
 
     def maintain(self) -> None:
         """Called periodically: enforce the disk budgets, save segments that lack much.
@@ -248,7 +245,7 @@ class StoreSync:
     def _try_to_save(self, partition: Partition) -> None:
         self._tried[partition] = time.monotonic()
         with contextlib.suppress(CacheError):  # sequences not in the database are left out of the segments
-            self._store.flush()
+            self._store.writer.flush()
         try:
             self._save(partition)
         except Exception as error:  # a segment can be built again: nothing that fails here may keep the cache open

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from agentspec.errors import CacheClosedError
+from agentspec.errors import CacheClosedError, CacheError
 
 Upsert = sqlite.Insert | postgresql.Insert
 
@@ -166,6 +166,7 @@ class PendingErasure:
         """Erase them as `Database.secure_erase` does; they stay pending where it is prevented or raises.
 
         A rewrite that others prevented is repeated `now`, or after a minute; a large database is not rewritten.
+        Raises `CacheError`.
         """
         with self._lock:
             if not self.is_pending or (not now and time.monotonic() < self._again):
@@ -175,6 +176,9 @@ class PendingErasure:
                 small = rewrite and self._database.disk_bytes() <= _REWRITTEN
                 if self._database.secure_erase(rewrite=small):
                     self._erased, self._again = marked, 0.0
+            except FAILURES as error:
+                name = self._database.name
+                raise CacheError(f"deleted, but bytes may be left in {name}: {reason(error)}") from error
             finally:
                 if marked > self._erased and rewrite and not self._database.overwrites:
                     self._owe_rewrite()

@@ -206,15 +206,6 @@ def _encode(name: str) -> bytes:
     return name.encode(errors="surrogatepass")  # a name may be any string of Python's, lone surrogates included
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSegment:
-    """A segment in use: its metadata, its index, and its sequence numbers in the order of `segment.meta`."""
-
-    segment: Segment
-    index: SuffixIndex
-    sequences: list[int]
-
-
 class SegmentFolder:
     """The segments of one cache: one file per namespace, named by its key. All can be rebuilt from the database.
 
@@ -287,8 +278,8 @@ class SegmentFolder:
             return self._path(key).stat().st_size
         return 0
 
-    def load(self, key: str, wanted: Callable[[Segment], bool]) -> LoadedSegment | None:
-        """The segment of a namespace, if it can be used and `wanted(segment)` is true.
+    def load(self, key: str, wanted: Callable[[Segment], bool]) -> tuple[Segment, SuffixIndex, list[int]] | None:
+        """The segment of a namespace, its index and its sequences' numbers, if it can be used and is `wanted`.
 
         A segment that is damaged, or of another namespace, is deleted. A segment of another version stays until the
         next is saved, for processes of that version.
@@ -296,7 +287,7 @@ class SegmentFolder:
         try:
             with _opened(self._path(key)) as file:
                 segment = read_segment(file, key)
-                return LoadedSegment(segment, *load_index(file, segment)) if wanted(segment) else None
+                return (segment, *load_index(file, segment)) if wanted(segment) else None
         except FileNotFoundError:
             return None
         except (OSError, CacheError) as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import secrets
 import time
@@ -36,7 +34,6 @@ _LINGER = 0.05  # seconds that an output waits for others: a transaction of its 
 _ROW_BYTES = 512  # that a sequence takes besides its tokens, in the table and in its indexes
 _SHARE = 20  # measuring takes at most 1/20 of the time
 _JOB_BYTES = 1024  # of the Python objects around an output
-_WAITING = 1 << 20  # tokens that `add_missing` puts before it waits until they are written
 _log = logging.getLogger(__name__)
 
 
@@ -53,14 +50,14 @@ class SequenceStore(SequenceReader):
         self.enforce_budget = budget.enforce
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
-        self._erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
+        self.erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
         self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
         with self._reading() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last one applied here
         first = secrets.randbits(62)
         self._own_numbers, self.numbering = range(first, first + (1 << 32)), count(first)
         # Last: its thread would not end if anything before failed.
-        self._writer: BatchWriter[SequenceRecord] = BatchWriter(
+        self.writer: BatchWriter[SequenceRecord] = BatchWriter(
             self._commit,
             name="agentspec-cache-writer",
             is_transient=database.is_transient,
@@ -102,17 +99,6 @@ class SequenceStore(SequenceReader):
     def mode(self) -> Literal["writer", "follower"]:
         return "writer" if self.database.is_writer else "follower"
 
-    @property
-    def error(self) -> str | None:
-        return self._writer.error
-
-    @property
-    def dropped(self) -> int:
-        return self._writer.dropped
-
-    def put(self, record: SequenceRecord) -> None:
-        self._writer.put(record)
-
     def add_missing(self, records: Iterable[SequenceRecord]) -> tuple[int, int]:
         """Store the sequences that the store lacks, and wait until they are durable; returns (added, known).
 
@@ -121,18 +107,15 @@ class SequenceStore(SequenceReader):
         `CacheError` if the sequences cannot be written.
         """
         there = Counter(map(_identity, self.records()))
-        added = known = waiting = 0
+        added = known = 0
         for record in records:
             if there[key := _identity(record)] > 0:
                 there[key] -= 1
                 known += 1
-                continue
-            self.put(replace(record, sequence=next(self.numbering)))
-            added, waiting = added + 1, waiting + len(record.tokens)
-            if waiting > _WAITING:
-                self.flush()
-                waiting = 0
-        self.flush()
+            else:
+                self.writer.put(replace(record, sequence=next(self.numbering)))
+                added += 1
+        self.writer.flush()
         return added, known
 
     def fresh(self) -> list[SequenceRecord]:
@@ -141,16 +124,12 @@ class SequenceStore(SequenceReader):
 
     def unwritten(self, namespace: Namespace) -> list[SequenceRecord]:
         """A namespace's sequences that wait to be written. What is read from the database afterwards has the others."""
-        if not self._writer.waiting():
+        if not self.writer.waiting():
             return []
         with self._reading() as connection:  # first: what these cover may be dropped meanwhile
             deletions = deletion_log.since(connection, self.last_deletion)
-        waiting, _ = self._allowed(self._writer.waiting(), deletions)
+        waiting, _ = self._allowed(self.writer.waiting(), deletions)
         return [job for job in waiting if job.namespace == namespace]
-
-    def flush(self) -> None:
-        """Wait until everything put so far is durable. Raises `CacheError` if it cannot be written."""
-        self._writer.flush()
 
     def renew_lease(self) -> bool:
         """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""
@@ -158,7 +137,7 @@ class SequenceStore(SequenceReader):
         self.database.renew_lease()
         elected = self.database.is_writer and not before
         if elected:
-            self._erasure.mark()
+            self.erasure.mark()
         return elected
 
     # Deletions.
@@ -181,7 +160,7 @@ class SequenceStore(SequenceReader):
         if problems:
             raise damaged(self.name, problems[0])
         with contextlib.suppress(CacheError):  # `finish_deletion` handles sequences that cannot be written yet
-            self._writer.flush()
+            self.writer.flush()
         try:
             return self._delete(selection, rewrite)
         except FAILURES as error:
@@ -204,7 +183,7 @@ class SequenceStore(SequenceReader):
                 self.database.mark_damage()
             raise
         if count + others:
-            self._erasure.mark(rewrite=rewrite)
+            self.erasure.mark(rewrite=rewrite)
         return count
 
     def pending_deletions(self) -> list[tuple[int, Scope]]:
@@ -212,7 +191,7 @@ class SequenceStore(SequenceReader):
         with self._reading() as connection:
             found = deletion_log.since(connection, self.last_deletion)
         if any(number not in self._own for number, _ in found):  # the others did not end with an erasure, perhaps
-            self._erasure.mark()
+            self.erasure.mark()
         return found
 
     def finish_deletion(self, number: int, scope: Scope) -> None:
@@ -221,39 +200,24 @@ class SequenceStore(SequenceReader):
         From then on the store accepts new sequences in its scope.
         """
         with contextlib.suppress(CacheError):
-            self._writer.flush()
+            self.writer.flush()
 
         def leave(jobs: Iterable[SequenceRecord]) -> list[SequenceRecord]:
             self.last_deletion = number
             allowed, dropped = self._allowed(jobs, [(number, scope)])
-            self._writer.dropped += dropped
+            self.writer.dropped += dropped
             return allowed
 
-        self._writer.revise(leave)
+        self.writer.revise(leave)
         self._own.pop(number, None)
-
-    def secure_erase(self, *, now: bool = False) -> None:
-        """Erase every byte of deleted rows from the database and its journal.
-
-        If another process is reading meanwhile, or `CacheError` is raised, a later call finishes the erasure.
-        """
-        try:
-            self._erasure.finish(now=now)
-        except FAILURES as error:
-            raise CacheError(f"deleted, but bytes may be left in {self.database.name}: {reason(error)}") from error
-
-    @property
-    def erasure_pending(self) -> bool:
-        """Whether bytes of what was deleted may still be there, because others read it or the disk is full."""
-        return self._erasure.is_pending
 
     def compact(self) -> None:
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
-        self.flush()
+        self.writer.flush()
         for _ in range(_ATTEMPTS):
-            self._erasure.mark(rewrite=True)
-            self.secure_erase(now=True)
-            if not self.erasure_pending:
+            self.erasure.mark(rewrite=True)
+            self.erasure.finish(now=True)
+            if not self.erasure.is_pending:
                 return
         raise CacheError(f"{self.database.name} is in use: not everything could be given back, try again later")
 
@@ -265,7 +229,7 @@ class SequenceStore(SequenceReader):
 
     def close(self) -> None:
         """Write the waiting sequences and release the database. Idempotent."""
-        self._writer.close()
+        self.writer.close()
         self.database.close()
 
     # In the writer's thread.
@@ -386,10 +350,6 @@ def _size(job: SequenceRecord) -> int:
     return _JOB_BYTES + 4 * (len(job.tokens) + len(job.context))
 
 
-def _identity(row: SequenceRecord) -> bytes:
+def _identity(row: SequenceRecord) -> int:
     """A hash over namespace, session, context and tokens: equal for equal sequences, whenever they were stored."""
-    names = json.dumps([row.namespace.key, row.session])
-    digest = hashlib.sha256(names.encode())
-    for tokens in (row.context, row.tokens):
-        digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes())
-    return digest.digest()
+    return hash((row.namespace, row.session, row.context.tobytes(), row.tokens.tobytes()))
