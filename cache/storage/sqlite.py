@@ -35,27 +35,12 @@ _PATIENCE = 3000  # milliseconds to wait for readers; writers wait for us meanwh
 _INCREMENTAL = 2  # SQLite's number for it
 _PRIMARY = 0xFF  # the bits of SQLite's error codes that hold the primary code
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOTADB)
-_PASSING = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_INTERRUPT,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-}
+_PASSING = {getattr(sqlite3, f"SQLITE_{name}") for name in "BUSY LOCKED FULL NOMEM INTERRUPT CANTOPEN PROTOCOL".split()}
 # I/O errors after which all committed data are still there. A failed fsync is none of them: the kernel drops the pages
 # that it could not write, and the next fsync succeeds without them.
 _PASSING_IO = {
-    sqlite3.SQLITE_IOERR_WRITE,
-    sqlite3.SQLITE_IOERR_TRUNCATE,
-    sqlite3.SQLITE_IOERR_SHMOPEN,
-    sqlite3.SQLITE_IOERR_SHMSIZE,
-    sqlite3.SQLITE_IOERR_SHMLOCK,
-    sqlite3.SQLITE_IOERR_SHMMAP,
-    sqlite3.SQLITE_IOERR_LOCK,
-    sqlite3.SQLITE_IOERR_RDLOCK,
-    sqlite3.SQLITE_IOERR_NOMEM,
+    getattr(sqlite3, f"SQLITE_IOERR_{name}")
+    for name in "WRITE TRUNCATE SHMOPEN SHMSIZE SHMLOCK SHMMAP LOCK RDLOCK NOMEM".split()
 }
 
 
