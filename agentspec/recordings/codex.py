@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentspec.protocol.openai_responses.tools import ARGUMENT
+from agentspec.protocol.openai_responses.items import ARGUMENT
 from agentspec.protocol.tool_names import ToolNames, key_of
 from agentspec.recordings.calls import (
     OnBad,

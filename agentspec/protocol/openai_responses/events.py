@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from agentspec.protocol.openai_responses.items import Item, new_id
+from agentspec.protocol.openai_responses.items import Item, input_of, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.openai_responses.tools import input_of
 from agentspec.protocol.responses import speculation_member, thoughts_of, whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 

@@ -13,15 +13,20 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS, CALL_OUTPUTS, CALLS, MAX_ID, Item, parse_input
-from agentspec.protocol.openai_responses.tools import (
+from agentspec.protocol.openai_responses.items import (
+    ADDITIONAL_TOOLS,
+    CALL_OUTPUTS,
+    CALLS,
+    MAX_ID,
     ClientTool,
+    Item,
     added_tools,
     allowed_tools,
     as_arguments,
     chat_tools,
     client_tools,
     offered_tools,
+    parse_input,
 )
 from agentspec.protocol.requests import EFFORTS, MAX_TOOLS, SAMPLED, SamplingFields, check_stream_options, parse_format
 from agentspec.protocol.tool_names import ToolNames, key_of
