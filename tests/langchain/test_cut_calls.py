@@ -1,12 +1,11 @@
-"""Tool calls cut off at every character, in each dialect and API: the whole call arrives, or none that could run."""
+"""Tool calls cut off at every character, in each dialect: the whole call arrives, or none that could run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from langchain.agents import create_agent
 from langchain_core.exceptions import OutputParserException
@@ -21,12 +20,10 @@ from agentspec.protocol.requests import with_extra
 from agentspec.runtime import Runtime
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, FinishReason, GenerateRequest, Usage
-from tests.proxy.conftest import Running, run_gateway
 
 CALLS = [("erase", {"at": "é/b", "n": 12}), ("erase", {})]
 ONE, TWO = (json.dumps(arguments, ensure_ascii=False) for _, arguments in CALLS)
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}}
-ASKED = [{"role": "user", "content": "go"}]
 WRITTEN: dict[str, tuple[ToolFormat, str]] = {
     "hermes": (
         HERMES,
@@ -79,69 +76,6 @@ class Outcome(NamedTuple):
     ended: str | None
 
 
-def runnable(calls: Iterator[tuple[str, str]]) -> list[tuple[str, Any]]:
-    """The calls whose arguments are JSON."""
-    found = []
-    for name, arguments in calls:
-        try:
-            found.append((name, json.loads(arguments)))
-        except ValueError:
-            assert arguments == "" or ONE.startswith(arguments) or TWO.startswith(arguments)
-    return found
-
-
-def events(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
-class Client:
-    def __init__(self, url: str, http: httpx.Client, model: str, stream: bool) -> None:
-        self.url, self.http, self.model, self.stream = url, http, model, stream
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        response = self.http.post(self.url + path, json={"model": self.model, "stream": self.stream, **body})
-        assert response.status_code == 200, response.text
-        return events(response) if self.stream else response.json()
-
-    def chat(self, at: int) -> Outcome:
-        tools = [{"type": "function", "function": {"name": "erase", "parameters": PARAMETERS}}]
-        answer = self.post("/v1/chat/completions", {"messages": ASKED, "tools": tools, "max_tokens": at})
-        choices = [chunk["choices"][0] for chunk in (answer if self.stream else [answer])]
-        calls: dict[int, list[str]] = {}
-        for choice in choices:
-            for number, piece in enumerate(choice["delta" if self.stream else "message"].get("tool_calls") or ()):
-                function = piece["function"]
-                call = calls.setdefault(piece.get("index", number), [function.get("name"), ""])
-                call[1] += function["arguments"]
-        return Outcome(runnable((name, said) for name, said in calls.values()), choices[-1]["finish_reason"])
-
-    def responses(self, at: int) -> Outcome:
-        tools = [{"type": "function", "name": "erase", "parameters": PARAMETERS}]
-        body = {"input": "go", "tools": tools, "max_output_tokens": at, "store": False}
-        answer = self.post("/v1/responses", body)
-        answer = answer[-1]["response"] if self.stream else answer
-        calls = [item for item in answer["output"] if item["type"] == "function_call"]
-        ended = [call for call in calls if call["status"] == "completed"]
-        assert len(runnable((call["name"], call["arguments"]) for call in ended)) == len(ended)
-        return Outcome(runnable((call["name"], call["arguments"]) for call in calls), answer["status"])
-
-    def messages(self, at: int) -> Outcome:
-        tools = [{"name": "erase", "input_schema": PARAMETERS}]
-        answer = self.post("/v1/messages", {"messages": ASKED, "tools": tools, "max_tokens": at})
-        if not self.stream:
-            calls = [block for block in answer["content"] if block["type"] == "tool_use"]
-            return Outcome([(call["name"], call["input"]) for call in calls], answer["stop_reason"])
-        said: dict[int, list[str]] = {}
-        for event in answer:
-            if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
-                said[event["index"]] = [event["content_block"]["name"], ""]
-            elif event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
-                said[event["index"]][1] += event["delta"]["partial_json"]
-        (ended,) = (event["delta"]["stop_reason"] for event in answer if event["type"] == "message_delta")
-        return Outcome(runnable((name, text or "{}") for name, text in said.values()), ended)
-
-
 def by_langchain(model: ChatAgentSpec, stream: bool) -> Outcome:
     bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
     if stream:
@@ -159,14 +93,6 @@ def by_langchain(model: ChatAgentSpec, stream: bool) -> Outcome:
 
 USUAL = ("hermes", "llama", "named")
 DIALECTS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in WRITTEN]
-CUT = {"chat": "length", "responses": "incomplete", "messages": "max_tokens"}
-ENDED = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
-
-
-@pytest.fixture(scope="module")
-def gateway() -> Iterator[Running]:
-    with run_gateway({"llama": Writer(*WRITTEN["llama"])}) as running:
-        yield running
 
 
 def check(ask: Callable[[int], Outcome], text: str, ended: str, cut: str) -> None:
@@ -176,14 +102,6 @@ def check(ask: Callable[[int], Outcome], text: str, ended: str, cut: str) -> Non
         assert calls == CALLS[: len(calls)], (at, text[:at])
         assert end == (ended if at == len(text) else cut), (at, text[:at])
     assert calls == CALLS
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", CUT)
-def test_a_cut_call_is_whole_or_invalid_in_each_api(gateway: Running, api: str, stream: bool) -> None:
-    with httpx.Client() as http:
-        ask = getattr(Client(gateway.url, http, "llama", stream), api)
-        check(ask, WRITTEN["llama"][1], ENDED[api], CUT[api])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -220,17 +220,6 @@ async def test_thoughts_and_what_tells_them_can_be_hidden(where: str) -> None:
     assert [len(delta.token_ids) for delta in shown] == [1, 1] and shown[0].extra["reasoning"] == "why"
 
 
-@pytest.mark.parametrize("name", ["tools", "response_format", "best_of", "n", "reasoning_effort"])
-async def test_the_local_engine_refuses_extra_fields(name: str) -> None:
-    fake = FakeBackend()
-    runtime = Runtime(Settings(), backends={"local": fake})
-    inert = {"user": "me", "metadata": {}, "n": 1}
-    await text_of(runtime.generate(replace(ask("smollm2-135m"), extra=inert)))
-    with pytest.raises(InvalidRequestError) as caught:
-        await text_of(runtime.generate(replace(ask("smollm2-135m"), extra={name: 0})))
-    assert caught.value.param == name and len(fake.requests) == 1
-
-
 def test_aliases_lead_to_models() -> None:
     aliases = {"claude-*": "small", "claude-opus-*": "large", "gpt-5": "large"}
     backends = {"small": FakeBackend(), "large": FakeBackend()}
