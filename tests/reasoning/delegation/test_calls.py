@@ -219,20 +219,15 @@ def test_text_of_one_model_opens_no_turn_in_anothers_prompt(
             return re.sub(r"(?s)<think>.*</think>", "", super().prompt_text(request))
 
     def drafted(thinking: str) -> Answer:
-        return Answer(f"{mark[at:]} Answer: 4\n\n" if thinking else f"Say 5. {mark[:at]}", finish_reason="length")
+        return Answer(
+            f"{mark[at:]} Answer: 4\n\n" if thinking else f"a < b and x[0] << 3 {mark[:at]}", finish_reason="length"
+        )
 
     base = (ThinkingModel if keeps else Deletes)(numbered("base"), capabilities=abilities)
     found = thinks(SPECREASON, base=base, small=ThinkingModel(drafted, capabilities=abilities))
     assert mark in found.text and len(found.steps) == 2 and len(base.requests) > 2
+    assert keeps <= ("a < b and x[0] << 3" in base.prompt_text(base.requests[-1]))  # ordinary text is left alone
     assert not any(mark in base.prompt_text(request) for request in base.requests)
-
-
-@pytest.mark.parametrize("text", ["a < b and c > d", "x[0] << 3", "a<b|c"])
-def test_ordinary_text_is_left_alone(text: str) -> None:
-    models = pair()
-    models["small"] = ThinkingModel(lambda thinking: f"{text} Answer: 4\n\n")
-    thinks(SPECREASON, **models)
-    assert text in models["base"].prompt_text(models["base"].requests[-1])
 
 
 def test_thinking_that_the_prompt_has_begun_is_not_begun_again() -> None:
