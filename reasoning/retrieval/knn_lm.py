@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,7 +202,8 @@ class KnnCounters:
     search_seconds: float = 0.0
 
     def summary(self) -> KnnSpeculation:
-        return KnnSpeculation(**asdict(self) | {"strides": tuple(self.strides)}, searches=len(self.strides))
+        counted: dict[str, Any] = {**asdict(self), "strides": tuple(self.strides)}
+        return KnnSpeculation(**counted, searches=len(self.strides))
 
 
 @dataclass(slots=True)
