@@ -16,13 +16,6 @@ def test_constant_ratio_has_a_closed_interval(baseline: list[float], factor: flo
     assert ratio.pairs == len(baseline)
 
 
-@given(speeds, speeds)
-def test_interval_contains_the_median(values: list[float], baseline: list[float]) -> None:
-    size = min(len(values), len(baseline))
-    ratio = paired_ratio(values[:size], baseline[:size])
-    assert ratio.low <= ratio.median <= ratio.high
-
-
 @pytest.mark.parametrize(
     ("value", "at_most", "verdict"),
     [
