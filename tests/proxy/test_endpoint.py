@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -13,82 +13,15 @@ import httpx
 import openai
 import pytest
 
-from agentspec.errors import ContextLengthError, EngineError, OverloadedError
-from agentspec.testing import Answer, FakeBackend
-from agentspec.types import Delta, GenerateRequest, Labels, Speculation
+from agentspec.testing import FakeBackend
+from agentspec.types import Delta, GenerateRequest
 
 MODEL = "fake"
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
-DONE = Speculation(drafted=6, accepted=4, steps=3, estimated_seconds_saved=0.5)
-
-
-def script(request: GenerateRequest) -> Any:
-    """What the test asks for stands in its last message or prompt."""
-    asked = request.text or str((request.messages or [{}])[-1].get("content"))
-    if asked == "slow":
-        return Answer("one two three four five", latency=0.3)
-    if asked == "breaks":
-        return Answer("one two three", error=EngineError("the engine broke"), error_after=2)
-    if asked == "crashes":
-        return Answer("one two three", error=ZeroDivisionError("a secret prompt"), error_after=2)
-    errors: dict[str, Exception] = {
-        "too long": ContextLengthError("the prompt has 9 tokens, the model takes 4", param="messages"),
-        "busy": OverloadedError("the queue is full", retry_after=2.5),
-        "bug": ZeroDivisionError("a secret prompt"),
-    }
-    return errors.get(asked) or Answer("brave new wörld", speculation=DONE)
-
-
-@pytest.fixture(scope="module")
-def backend() -> FakeBackend:
-    return FakeBackend(script)
-
-
-@pytest.fixture(scope="module")
-def running(shared_gateway: Any, backend: FakeBackend) -> Any:
-    return shared_gateway({MODEL: backend})
-
-
-@pytest.fixture(scope="module")
-def client(running: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, content: str = "hi", **fields: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], **fields)
-
-
-def test_what_the_backend_is_asked(client: openai.OpenAI, backend: FakeBackend) -> None:
-    headers = {
-        "x-agentspec-session": "s1",
-        "x-agentspec-workflow": "w%20%C3%A9",
-        "x-agentspec-step": "plan",
-        "x-agentspec-speculation": "off",
-        "x-agentspec-store": "off",
-    }
-    extra = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [4]}
-    answer = ask(client, temperature=0, seed=7, stop=["x"], extra_headers=headers, extra_body=extra, user="u")
-    seen = backend.requests[-1]
-    assert seen.labels == Labels("s1", "w é", "plan") and seen.tenant == "default"
-    assert (seen.speculation, seen.store, seen.model) == (False, False, MODEL)
-    assert (seen.sampling.top_k, seen.sampling.seed, seen.sampling.stop_token_ids) == (3, 7, (4,))
-    assert "speculation" not in answer.to_dict()
-
-
-@pytest.mark.parametrize(("content", "message"), [("breaks", "the engine broke"), ("crashes", "internal error")])
-def test_errors_after_the_first_token_come_as_an_event(client: openai.OpenAI, content: str, message: str) -> None:
-    seen = []
-    with pytest.raises(openai.APIError, match=message):
-        for chunk in ask(client, content, stream=True):
-            seen.append(chunk.choices[0].delta.content)
-    assert seen == ["one", " two"]
-
-
-def curl(*arguments: str, body: str | None = None) -> str:
-    command = ["curl", "--silent", "--show-error", "--max-time", "20", *arguments]
-    command += [] if body is None else ["-H", "content-type: application/json", "--data-binary", "@-"]
-    return subprocess.run(command, input=body, capture_output=True, text=True, check=True).stdout
 
 
 class Held(FakeBackend):
