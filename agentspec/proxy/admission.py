@@ -1,4 +1,4 @@
-"""Which requests are admitted: the slots of each tenant, the time a request may take, and whose client has left."""
+"""Which requests are admitted: the slots of each tenant, the time a request may take, and clients that leave."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Slots:
     """Bounds the requests that run at once, in all and of each tenant. After `close` no further ones start.
 
     A free slot goes to the waiting tenant that has the fewest for its weight, and of its requests to the one with the
-    nearest deadline, else the first that came. Nobody waits while a slot is free that the tenant may use, nor longer
-    than `server.queue_timeout`. Use it in one event loop; only `close` may be called from other threads and from
+    nearest deadline, else the first that came. No request waits while a slot is free that its tenant may use, nor
+    longer than `server.queue_timeout`. Use it in one event loop; only `close` may be called from other threads and from
     signal handlers.
     """
 
@@ -239,7 +239,7 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 
 
 async def _end_with(receive: Receive, block: asyncio.Timeout) -> None:
-    with suppress(asyncio.CancelledError):  # kept by this task, it would hold the frames that it passed
+    with suppress(asyncio.CancelledError):  # held by this task, it would hold the frames that it passed
         while (await receive())["type"] != "http.disconnect":
             pass
         block.reschedule(asyncio.get_running_loop().time())

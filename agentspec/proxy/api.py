@@ -97,7 +97,7 @@ Translate = Callable[[Fields, RequestContext, History, bool], tuple[Fields, ApiW
 class Api:
     """One API. `path` stands below /v1; a backend of this process answers it if it answers `needs`.
 
-    `parse` reads a body's fields for such a backend: requests whose answers are written as one, and the writer.
+    `parse` reads a body's fields for such a backend: requests, and the writer that writes their answers as one.
     `translate` reads them as a chat for an upstream without the route, where another argument says whether its server
     applies a chat template; None for APIs that every upstream has. `inspector` follows a stream of an upstream that has
     the route. `keeps_answers`: answers are stored, and requests continue them.

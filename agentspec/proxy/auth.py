@@ -30,10 +30,10 @@ from agentspec.types import DEFAULT_TENANT
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose key a request has. An operator reads the metrics and uses no models; a tenant the reverse.
+    """The owner of a request's key. An operator reads the metrics and uses no models; a tenant the reverse.
 
-    Without configured keys everybody is the default tenant and operator in one. `owner` are the tenant and what the key
-    is called among that tenant's.
+    Without configured keys every client is the default tenant and operator in one. `owner` are the tenant and the key's
+    name among that tenant's.
     """
 
     tenant: str
@@ -46,7 +46,7 @@ class Identity:
         return self.tenant, self.key
 
 
-EVERYBODY = Identity(DEFAULT_TENANT, reads_metrics=True)
+ANY_CLIENT = Identity(DEFAULT_TENANT, reads_metrics=True)
 
 
 class Authenticator:
@@ -60,19 +60,19 @@ class Authenticator:
         return bool(self._known)
 
     def identify(self, headers: Headers) -> Identity:
-        """Whose key the request has. Raises `AuthenticationError` for a missing or wrong key."""
+        """The identity of the request's key. Raises `AuthenticationError` for a missing or wrong key."""
         identity = self.find(headers)
         if identity is None:
             raise AuthenticationError("missing or wrong API key: send it as Authorization: Bearer KEY, or as x-api-key")
         return identity
 
     def find(self, headers: Headers) -> Identity | None:
-        """Whose key the request has, None for a missing or wrong key.
+        """The identity of the request's key, None for a missing or wrong key.
 
         The work is the same for every wrong key: a hash, and a comparison with each known one.
         """
         if not self._known:
-            return EVERYBODY
+            return ANY_CLIENT
         digest = _digest((key := _given_key(headers)).encode("latin-1", "replace"))
         matches = [identity for known, identity in self._known if hmac.compare_digest(known, digest)]
         return matches[0] if key and matches else None
@@ -135,7 +135,7 @@ class HostCheck:
     def check(self, scope: Scope, *, any_host: bool = False) -> None:
         """Raise `InvalidRequestError` for a Host header that is missing, doubled or not a host, and for long heads.
 
-        `HostNotAllowedError` and `OriginNotAllowedError` tell that the request is meant for another server, or comes
+        `HostNotAllowedError` and `OriginNotAllowedError` say that the request names another server, or comes
         from another server's page; not with `any_host`.
         """
         hosts, origins = self._read(scope)

@@ -70,7 +70,7 @@ class BoundedConnection(HttpToolsProtocol):
         if old or self._answering or self.parser.should_upgrade() or not self.url.startswith(b"/"):
             raise ValueError
         super().on_headers_complete()
-        self.headers = []  # takes the fields behind a body, which are no headers: nobody in front has looked at them
+        self.headers = []  # takes the fields behind a body, which are no headers: no server in front has looked at them
         self._start("request", self._settings.request_timeout + END_SECONDS, self.transport.abort)
 
     def on_body(self, body: bytes) -> None:
@@ -92,7 +92,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._stop("request")
-        self.cycle.body = bytearray()  # what nobody read would stay as long as the connection is idle
+        self.cycle.body = bytearray()  # what was not read would stay as long as the connection is idle
         super().on_response_complete()
         self._watch_unsent()
 

@@ -96,7 +96,7 @@ class GatewayEndpoint:
                     await self.respond(context, body, answer)
 
     async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
-        """Answer a request whose body is read and whose server is chosen: by default, pass it on to an upstream."""
+        """Answer a request, once its body is read and its server chosen: by default, pass it on to an upstream."""
         await self.check(context, body)
         inspector = StreamInspector(expected_choices(self.path, body.fields))
         await self.pass_on(context, body, answer, inspector)
@@ -110,7 +110,7 @@ class GatewayEndpoint:
             raise SlowClientError(f"the body did not arrive within {seconds}") from None
 
     def _route(self, fields: Mapping[str, Any], strategy: str | None, answer: RequestAnswer) -> Route:
-        """The way to the model that is asked for, whose name `answer` gets."""
+        """The route of the model that is asked for. The model's name is recorded in `answer`."""
         try:
             route = self.services.ready().route(_model(fields), strategy)
         except InvalidRequestError as error:

@@ -48,9 +48,9 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
     """The response for `error`. For an unexpected error it has only the request id to look up in the log."""
     known = _known(error, request_id)
     if isinstance(known, UpstreamStatusError):
-        kept = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}
+        retry = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}
         body = error_object(known.upstream_body, known.status, known.message)
-        return ErrorResponse(known.status, without_account(body), "upstream_status", kept)
+        return ErrorResponse(known.status, without_account(body), "upstream_status", retry)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else _headers(known)
     return ErrorResponse(known.status, _body(known), known.code or known.type, headers)
 

@@ -121,12 +121,12 @@ class Inspector(ABC):
         """Take the counts, an error or the end from one of the events that are parsed."""
 
     def failure(self, error: Exception, request_id: str) -> bytes:
-        """The event that tells the client of an `error` that broke the stream off."""
+        """The event for an `error` that broke the stream off."""
         return error_event(error, request_id)
 
 
 class StreamInspector(Inspector):
-    """Follows a stream of chunks whose answer has `choices` choices; it is whole once each has its finish reason."""
+    """Follows a stream of chunks with `choices` choices; it is whole once each has its finish reason."""
 
     telling = re.compile(_NAMES)
 
@@ -323,7 +323,7 @@ def _redacted(events: bytes, response: UpstreamResponse, inspector: Inspector) -
 
 
 def _error_body(response: UpstreamResponse, content: bytes) -> bytes:
-    """The body of an error answer in OpenAI's form; with the operator's key, without what tells about the account."""
+    """The body of an error answer in OpenAI's form; with the operator's key, without what identifies the account."""
     if response.is_encoded:
         content = b""
         del response.headers["content-encoding"]

@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
 BATCH_SECONDS = 0.02  # lines that come within this time are written together
-MAX_WAITING = 65_536  # lines; further ones are dropped and counted while nobody takes what is written
+MAX_WAITING = 65_536  # lines; further ones are dropped and counted while no reader takes what is written
 STUCK_SECONDS = 2.0
 _encode = json.JSONEncoder(default=repr).encode
 

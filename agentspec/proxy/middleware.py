@@ -53,7 +53,7 @@ class RecordedRoute(Route):
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` tells how the start goes."""
+    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` is the state of the start."""
 
     routes: Router
     authenticator: Authenticator

@@ -51,7 +51,7 @@ class RequestContext:
     """One request: who sent it, what it asks of the gateway, and where it goes. Made once; nothing is read again.
 
     `api` is the path of its route. `headers` are those that an upstream gets, empty for a model of this process. `off`
-    names the switches that servers which draft and store themselves must be told; "store" is among them where the
+    names the switches to send to servers that draft and store themselves; "store" is among them where the
     operator's settings store nothing.
     """
 

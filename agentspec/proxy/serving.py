@@ -1,4 +1,4 @@
-"""Serves the gateway by uvicorn, with a drain that tells whom it cuts short."""
+"""Serves the gateway by uvicorn, with a drain that reports to clients which answers it cuts short."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     app.loading.when_ready = spare_what_is_loaded
     if is_unprotected(settings.server):
         logs.logger.warning(
-            "everybody who reaches this address is served: set server.api_keys", host=settings.server.host
+            "every client that reaches this address is served: set server.api_keys", host=settings.server.host
         )
     allow_open_files()
     GatewayServer(app, settings).run()

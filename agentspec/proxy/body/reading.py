@@ -84,7 +84,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """`body` as a JSON object. Raises `InvalidRequestError` for anything else.
 
     Also refuses what another parser might read differently or not at all: NaN and infinities, numbers beyond a double's
-    range, duplicate keys, half a surrogate pair, and more than the limits above.
+    range, duplicate keys, a lone surrogate, and more than the limits above.
     """
     _check_size(body)
     try:
@@ -103,7 +103,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def set_values(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """`body`, which holds `fields`, as it is if nothing is `added`; else written anew, with the new keys first."""
+    """`body`, which holds `fields`, as it is if nothing is `added`; else written again, with the new keys first."""
     if not added:
         return body
     value = {**{name: added[name] for name in added if name not in fields}, **fields, **added}

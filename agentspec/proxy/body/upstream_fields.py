@@ -173,7 +173,7 @@ class UpstreamFields:
         self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_fields)
 
     def check(self, fields: Mapping[str, Any], path: str) -> None:
-        """Raise `InvalidRequestError`, whose `param` is the path of the field, for what is not allowed in a request to
+        """Raise `InvalidRequestError`, with the path of the field as `param`, for what is not allowed in a request to
         `path`, below the API's root.
 
         Takes time and memory linear in the size of `fields`.

@@ -156,7 +156,7 @@ def _missing(id: str, wanted: str) -> ResponseNotFoundError:
 
 
 def _key(id: str) -> str:
-    """The id under which stores keep a response: they take few characters. Nobody can ask for one with a blank."""
+    """The id under which a response is stored, of few characters. No client can ask for one with a blank."""
     return id if len(id) <= MAX_STORED_ID else f"long {hashlib.sha256(id.encode()).hexdigest()}"
 
 

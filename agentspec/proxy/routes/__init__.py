@@ -1,1 +1,1 @@
-"""Routes beside chats: completions of several prompts, embeddings, tokens, and what is only passed on."""
+"""Routes that are no API of chats: embeddings, tokens, and what is only passed on."""
