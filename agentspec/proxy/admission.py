@@ -110,7 +110,8 @@ class Slots:
     async def _wait(self, tenant: _TenantQueue, patience: float) -> None:
         settings, self._loop = self._settings, asyncio.get_running_loop()
         if settings.queue_timeout <= 0 or len(tenant.waiting) >= MAX_QUEUED:
-            raise self._refusal(tenant, f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else self._full(tenant))
+            full = "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
+            raise self._refusal(tenant, f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else full)
         turn: asyncio.Future[None] = self._loop.create_future()
         heappush(tenant.waiting, (self._loop.time() + patience, next(self._numbers), turn))
         limit = asyncio.timeout(min(settings.queue_timeout, patience))
@@ -129,9 +130,6 @@ class Slots:
 
     def _has_room(self, tenant: _TenantQueue) -> bool:
         return self.running < self._most and not tenant.at_limit
-
-    def _full(self, tenant: _TenantQueue) -> str:
-        return "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
 
     def _take(self, tenant: _TenantQueue) -> None:
         tenant.running += 1

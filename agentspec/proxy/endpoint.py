@@ -81,13 +81,16 @@ class GatewayEndpoint:
         deadline = services.deadlines.start(services.settings.request_timeout)
         with services.budget.body(answer.tenant) as body:
             await self._read(Headers(scope=scope), body.counting(receive), body, deadline)
-            policy = read_policy(first_lines(scope))
+            headers = first_lines(scope)
+            policy = read_policy(headers)
             # A client that sends slowly takes no slot from others: its body is here.
             async with until_disconnect(receive), services.slots.enter(answer.tenant, policy.deadline_s) as answer.slot:
                 body.fields = await body.work(parse_object, body.data)
                 route = self._route(body.fields, policy.strategy, answer)
                 cached = services.runtime.settings.cache.store
-                context = RequestContext.of(scope, body.fields, answer, self.path, deadline, route, policy, cached)
+                context = RequestContext.of(
+                    scope, headers, body.fields, answer, self.path, deadline, route, policy, cached
+                )
                 if services.metering is not None and self.generates:
                     await services.metering.admit(answer, self.path, body)
                 if isinstance(route.backend, PoolBackend):

@@ -75,6 +75,7 @@ class RequestContext:
     def of(
         cls,
         scope: Scope,
+        headers: Mapping[str, str],
         fields: Mapping[str, Any],
         answer: RequestAnswer,
         api: str,
@@ -83,13 +84,13 @@ class RequestContext:
         policy: StepPolicy = ANY,
         cached: bool = True,
     ) -> RequestContext:
-        """The context of the request of `answer`, with this `scope` and a body with these `fields`.
+        """The context of the request of `answer`, with this `scope`, these `headers` (each by its first line) and a
+        body with these `fields`.
 
         `cached`: the operator lets the gateway store sequences. Raises `InvalidRequestError` that names the wrong
         header.
         """
         assert answer.key is not None
-        headers = first_lines(scope)
         refuse_misspelt(headers)
         switches = {name: read_switch(headers, name) for name in ("speculation", "store", "prefill")}
         labels = _labels(headers, fields)

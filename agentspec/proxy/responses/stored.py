@@ -30,7 +30,7 @@ from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.body.kept_names import refuse_what_others_keep
 from agentspec.proxy.forwarding import forward
 from agentspec.proxy.logs import logger
-from agentspec.proxy.request_context import RequestContext
+from agentspec.proxy.request_context import RequestContext, first_lines
 from agentspec.proxy.responses.upstreams import IdWatch, ResponsesInspector
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
@@ -204,7 +204,7 @@ class StoredRoute:
         if not isinstance(backend, OpenAIBackend):
             raise not_found(stored.id, "id")
         route = Route(name, backend, "")
-        context = RequestContext.of(scope, {}, answer, api=RESPONSES, deadline=deadline, route=route)
+        context = RequestContext.of(scope, first_lines(scope), {}, answer, RESPONSES, deadline, route)
         async with deadline.limit():
             if not await backend.has_route(RESPONSES, context.headers):
                 raise not_found(stored.id, "id")

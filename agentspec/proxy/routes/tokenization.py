@@ -103,7 +103,9 @@ class TokenizationEndpoint(GatewayEndpoint):
         if body.tokens is None:
             raise InvalidRequestError("tokens is missing", param="tokens")
         try:
-            return {"prompt": await _spelled(side, list(body.tokens))}
+            # With special tokens where the backend can write them out, so that it gives them again.
+            spell = side.spell if is_local(side, "spell") else side.detokenize
+            return {"prompt": await spell(list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
             raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
 
@@ -113,8 +115,3 @@ def _refuse_of_chat(body: _TokenizeBody) -> None:
     for name in _SHAPING:
         if getattr(body, name) not in (None, []):
             raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)
-
-
-async def _spelled(side: Tokenization, tokens: list[int]) -> str:
-    """The text of `tokens`, with special tokens where the backend can write them out, so that it gives them again."""
-    return await (side.spell(tokens) if is_local(side, "spell") else side.detokenize(tokens))

@@ -9,9 +9,8 @@ import pytest
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.body.allowed_fields import BY_API
 from agentspec.proxy.body.reading import MAX_DEPTH
-from agentspec.proxy.body.upstream_fields import UpstreamFields
+from agentspec.proxy.body.upstream_fields import BY_API, UpstreamFields
 
 ROUTE = "/any"  # of the operator's list, where the fields of all APIs pass
 
