@@ -139,35 +139,6 @@ def test_c7_five_times_the_capacity_costs_no_goodput(
     assert loaded.app.limiter.running == loaded.app.limiter.waiting == 0
 
 
-@pytest.mark.parametrize("seconds", SECONDS_OF_LOAD)
-def test_c7_clients_without_patience_do_not_fill_places(
-    one_tenant: Callable[..., Gateway], in_virtual_time: Any, seconds: int
-) -> None:
-    """Four of five leave after half a second, some of them just when they got a place."""
-    gateway = one_tenant()
-    hasty, patient = flow(gateway, "a", CAPACITY * 4, seconds, stays=0.5), flow(gateway, "a", CAPACITY, seconds)
-    assert in_virtual_time(goodput(hasty, patient, gateway=gateway)) >= 0.8 * CAPACITY
-    assert gateway.outcomes["a"].statuses[0] > CAPACITY * seconds  # those who left
-
-
-def test_c7_after_the_overload_everybody_is_served_at_once(
-    one_tenant: Callable[..., Gateway], in_virtual_time: Any
-) -> None:
-    gateway = one_tenant()
-
-    async def wave() -> Outcomes:
-        flood = asyncio.create_task(flow(gateway, "a", CAPACITY * 5, 2))
-        await asyncio.sleep(2 + 5)  # the recovery may take five seconds
-        assert flood.done() and gateway.app.limiter.waiting == 0
-        before = gateway.outcomes.pop("a")
-        await flow(gateway, "a", CAPACITY * 0.8, 2)
-        return before
-
-    assert in_virtual_time(wave()).statuses[429] > 0
-    after = gateway.outcomes["a"]
-    assert after.statuses == {200: round(CAPACITY * 0.8 * 2)} and after.within(SECONDS * 1.01) == len(after.seconds)
-
-
 class FewPlaces:
     """An upstream that answers as many requests at once as it has places, and an error to whoever comes besides."""
 
@@ -273,41 +244,3 @@ def test_neighbours_slow_clients_keep_nobody_out(tmp_path: Path, in_virtual_time
     in_virtual_time(both())
     assert gateway.outcomes["other"].statuses == {200: round(CAPACITY * 0.9 * 2)}
     assert gateway.outcomes["slow"].statuses == {200: PLACES}
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "shares"),
-    [
-        (TenantLimits(weight=3), TenantLimits(), (0.75, 0.25)),
-        (TenantLimits(max_concurrent=PLACES // 4), TenantLimits(), (0.25, 0.75)),
-    ],
-)
-def test_neighbours_shares_under_load(
-    tmp_path: Path, in_virtual_time: Any, a: TenantLimits, b: TenantLimits, shares: tuple[float, float]
-) -> None:
-    gateway = Gateway(tmp_path, {"a": a, "b": b})
-
-    async def both() -> None:
-        await asyncio.gather(*(flow(gateway, name, CAPACITY * 2, 2) for name in "ab"))
-
-    in_virtual_time(both())
-    served = [gateway.outcomes[name].statuses[200] for name in "ab"]
-    assert sum(served) >= 0.95 * CAPACITY * 2
-    for count, share in zip(served, shares, strict=True):
-        assert abs(count / sum(served) - share) < 0.06
-
-
-def test_c6_a_drain_refuses_those_who_wait_and_finishes_the_rest(
-    one_tenant: Callable[..., Gateway], in_virtual_time: Any
-) -> None:
-    gateway = one_tenant()
-
-    async def drained() -> None:
-        asked = [asyncio.create_task(gateway.ask("a")) for _ in range(3 * PLACES)]
-        await asyncio.sleep(SECONDS / 4)
-        gateway.app.limiter.close()
-        await asyncio.gather(*asked)
-
-    in_virtual_time(drained())
-    assert gateway.outcomes["a"].statuses == {200: PLACES, 503: 2 * PLACES}
-    assert set(gateway.outcomes["a"].retry_after) == {"1"}
