@@ -50,7 +50,7 @@ class Replicas:
             "AGENTSPEC_BACKENDS__VLLM__PROBE": "off",
         }
         self.environment["AGENTSPEC_BACKENDS__VLLM__BASE_URL"] = upstream
-        self.gateways = {port: self._serve(port) for port in ports}
+        self.gateways = {port: self.serve(port) for port in ports}
         self.nginx = subprocess.Popen(["nginx", "-p", folder, "-c", "nginx.conf", "-g", "daemon off;"], cwd=folder)
         for port in ports:
             until(lambda port=port: self.answers(f"http://127.0.0.1:{port}/ready"))
@@ -72,7 +72,7 @@ class Replicas:
         for process in (self.nginx, *self.gateways.values()):
             process.wait(60)
 
-    def _serve(self, port: int) -> subprocess.Popen[bytes]:
+    def serve(self, port: int) -> subprocess.Popen[bytes]:
         command = [Path(sys.executable).with_name("agentspec"), "serve", "--config", "agentspec.toml"]
         return subprocess.Popen([*command, "--port", str(port)], cwd=self.folder, env=self.environment)
 
@@ -111,7 +111,7 @@ def test_replicas_share_what_they_store_and_outlive_one_another(replicas: Any) -
     replicas.gateways[first].kill()
     replicas.gateways[first].wait(60)
     assert {post(replicas, "chat/completions", CHAT).status_code for _ in range(20)} == {200}
-    replicas.gateways[first] = replicas._serve(first)  # as a supervisor does
+    replicas.gateways[first] = replicas.serve(first)  # as a supervisor does
     replicas.until(lambda: replicas.answers(f"http://127.0.0.1:{first}/ready"))
     replicas.gateways[second].kill()
     replicas.gateways[second].wait(60)
