@@ -129,30 +129,14 @@ def calls_of(turns: Iterable[Turn], labels: Labels) -> Iterator[RecordedCall]:
 
 def records(path: Path, on_bad: OnBad) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, object) of every line. The last line may be in the middle of being written; then it is left out."""
-    held: tuple[str, bytes] | None = None
     for place, line in lines(path):
-        if held is not None:
-            yield from _record(*held, on_bad)
-        held = place, line
-    if held is not None and (held[1].endswith(b"\n") or _is_whole(held[1])):
-        yield from _record(*held, on_bad)
-
-
-def _record(place: str, line: bytes, on_bad: OnBad) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        record = json_object(line, place)
-    except BadLineError as error:
-        on_bad(error)
-    else:
-        yield place, record
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        try:
+            record = json_object(line, place)
+        except BadLineError as error:
+            if line.endswith(b"\n"):
+                on_bad(error)
+        else:
+            yield place, record
 
 
 def moment(value: Any) -> float | None:

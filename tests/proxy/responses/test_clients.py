@@ -98,22 +98,8 @@ def test_what_is_refused_is_named_as_the_client_calls_it(running: Any, fields: d
 
 # Codex ---------------------------------------------------------------------------------------------------------------
 
-SHELL = {
-    "type": "function",
-    "name": "shell",
-    "description": "Runs a shell command and returns its output.",
-    "strict": False,
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}},
-            "workdir": {"type": "string"},
-            "timeout_ms": {"type": "number"},
-        },
-        "required": ["command"],
-        "additionalProperties": False,
-    },
-}
+COMMAND = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
+SHELL = {"type": "function", "name": "shell", "description": "Runs a command.", "strict": False, "parameters": COMMAND}
 HEADERS = {
     "accept": "text/event-stream",
     "originator": "codex_cli_rs",
