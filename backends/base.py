@@ -34,7 +34,7 @@ class Capabilities:
     logprobs: bool = False
     speculation: bool = False  # drafts and verifies tokens itself
     context_length: int | None = None
-    routes: tuple[str, ...] = (CHAT, COMPLETIONS)  # paths below /v1 whose requests a gateway may send to it
+    routes: tuple[str, ...] = (CHAT, COMPLETIONS)  # paths below /v1 that a gateway may forward to it
 
 
 @runtime_checkable

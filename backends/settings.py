@@ -44,7 +44,7 @@ class TorchSettings(SettingsModel):
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
 
     def require_draft_model(self) -> None:
-        """Raises `ConfigurationError` without a draft model that drafts, whose tokens lossy rules are about."""
+        """Raises `ConfigurationError` without a draft model that drafts: lossy rules accept its tokens."""
         if self.draft_model is None:
             raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
         if not self.max_draft_tokens:

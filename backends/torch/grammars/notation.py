@@ -42,7 +42,7 @@ def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """`schema` as the grammar uses it: limits blanks, and forbids unlisted properties unless it has a rule for them.
 
     A model that may add properties rarely stops. A schema that combines several descriptions of one object, by keywords
-    (`COMBINATORS`) or beside its alternatives or references, keeps its rules for properties.
+    (`COMBINATORS`) or next to alternatives or references, keeps its rules for properties.
     """
     written = json.dumps(schema)
     combined = any(f'"{word}":' in written for word in COMBINATORS) or _combines(schema)
@@ -62,7 +62,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _combines(schema: Any) -> bool:
-    """Whether some object is told what it holds, and by alternatives or a reference what else it holds."""
+    """Whether some object lists what it holds, and alternatives or a reference list what else it holds."""
     if isinstance(schema, list):
         return any(map(_combines, schema))
     if not isinstance(schema, Mapping):

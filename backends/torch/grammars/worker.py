@@ -25,7 +25,7 @@ CPU_SECONDS: Final = 4
 MEMORY: Final = 256 << 20  # bytes that compiling may take
 TRIED_TOKENS: Final = 24
 STEP_SECONDS: Final = 0.025  # processor time of a step on average, beyond which a grammar would slow other answers
-# A lexer finds its states as answers go on and keeps them: usual forms need hundreds; 28 MB were measured of 25,000.
+# A lexer finds its states as answers go on and stores them: usual forms need hundreds; 28 MB were measured of 25,000.
 LIMITS: Final = llguidance.LLParserLimits(
     max_items_in_row=8_000,
     initial_lexer_fuel=1_000_000,

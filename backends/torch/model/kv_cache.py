@@ -22,7 +22,7 @@ class SequenceCache(Cache):
     """Slots 0..length-1 belong to committed tokens: the slot of each token has the index of its position.
 
     A forward writes its tokens' slots after the committed ones; `commit` then keeps the accepted slots and drops the
-    others. All layers keep all slots, even sliding-window layers, whose windows the mask applies: so rewinding is
+    others. All layers keep all slots, even sliding-window layers, as the mask applies their windows: so rewinding is
     always possible. Not thread-safe.
     """
 

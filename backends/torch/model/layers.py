@@ -67,7 +67,7 @@ class Float32Head(nn.Module):
     """The logits of `linear` in float32, because bfloat16 logits have too many ties to sample or compare.
 
     A product of two numbers of 16 bits is exact in float32. Where the device adds such products in float32, the weight
-    stays as it is, and a forward reads half as many bytes as of a weight in float32, which is kept elsewhere.
+    stays as it is, and a forward reads half as many bytes as of a weight in float32, which other devices get.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

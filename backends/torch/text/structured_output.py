@@ -178,7 +178,7 @@ class StructuredOutputBuilder:
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
-        """Build it for `request`, whose rendered prompt is `prompt`. Raises `InvalidRequestError`."""
+        """Build it for `request`, rendered as `prompt`. Raises `InvalidRequestError`."""
         parser_spec, shown = self.reading(request, prompt)
         format, expected = parser_spec.format, self._expected(request, prompt)
         source, form = None, request.sampling.structured_outputs
@@ -197,7 +197,7 @@ class StructuredOutputBuilder:
         )
 
     def reading(self, request: GenerateRequest, prompt: str) -> tuple[OutputParserSpec, frozenset[int]]:
-        """How to parse answers to `request`, whose rendered prompt ends in `prompt`, and the special tokens that are
+        """How to parse answers to `request`, rendered as a text that ends in `prompt`, and the special tokens that are
         marks to the parser.
         """
         called = bool(request.tools) and request.tool_choice != "none"
