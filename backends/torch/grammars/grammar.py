@@ -140,7 +140,7 @@ class GrammarMatcher:
         return list(self._forced)
 
     def admitted(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """The nodes of a draft tree, ascending, that the grammar allows after their ancestors. The state stays the same.
+        """The nodes of a draft tree, ascending, that the grammar allows after their ancestors. The state does not move.
 
         Nodes beyond the grammar's limits are not admitted, since the answer may never come to them.
         """
