@@ -37,8 +37,8 @@ MOST_BUFFERED = 64 << 10
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def sizes(quick: int, full: int, mark: Any = pytest.mark.slow) -> Any:
-    return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=mark)])
+def sizes(quick: int, full: int) -> Any:
+    return pytest.mark.parametrize("count", [quick, pytest.param(full, marks=pytest.mark.long)])
 
 
 def address(url: str) -> tuple[str, int]:
@@ -226,7 +226,7 @@ def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
 # ---- C4: disconnects ---------------------------------------------------------------------------------------------
 
 
-@sizes(60, 1000, pytest.mark.long)
+@sizes(60, 1000)
 @pytest.mark.parametrize("kind", ["local", "upstream"])
 def test_c4_a_disconnect_at_any_point_leaves_nothing(
     gateway: Any, upstream: Any, until: Callable[..., None], kind: str, count: int
@@ -267,7 +267,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
 # ---- C5: half-open connections -----------------------------------------------------------------------------------
 
 
-@sizes(60, 1500, pytest.mark.long)
+@sizes(60, 1500)
 @pytest.mark.usefixtures("brief")
 def test_c5_half_heads_disturb_no_one_and_are_closed(gateway: Any, count: int) -> None:
     running = gateway({"fake": FakeBackend("fine")})

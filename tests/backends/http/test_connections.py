@@ -123,9 +123,9 @@ async def test_a_request_is_repeated_once_and_only_without_a_byte_of_the_answer(
 ) -> None:
     async with serving(answering_once(*begun)) as (server, backend):
         await one_at_a_time(backend, 1)
-        with pytest.raises(UpstreamError):
+        with pytest.raises(UpstreamError) as raised:
             await ask(backend)
-        assert server.requests == requests
+        assert server.requests == requests and raised.value.retryable is (not begun)
 
 
 async def test_a_new_connection_that_breaks_is_not_repeated() -> None:
