@@ -43,11 +43,14 @@ class SequenceStore(SequenceReader):
     Sequences that are put into it get the next of `numbering`, which begin at random: no other process has the same.
     """
 
-    def __init__(self, database: Database, segments: SegmentFolder, budget: DiskBudget) -> None:
+    def __init__(
+        self, database: Database, segments: SegmentFolder, disk_bytes: int | None, tenant_disk_bytes: int | None
+    ) -> None:
         super().__init__(database)
         self.segments = segments
-        self.name, self.folder, self.disk_limit = database.name, database.folder, budget.limit
-        self.enforce_budget = budget.enforce
+        self.name, self.folder = database.name, database.folder
+        self.disk_limit, self._tenant_limit = disk_bytes, tenant_disk_bytes
+        self._measured_until = 0.0  # tenants are not measured before
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self.erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
@@ -93,7 +96,7 @@ class SequenceStore(SequenceReader):
             if replace_damaged(database):
                 segments.clear()
             prepare(database)
-            return cls(database, segments, DiskBudget(database, segments, disk_bytes, tenant_disk_bytes))
+            return cls(database, segments, disk_bytes, tenant_disk_bytes)
 
     @property
     def mode(self) -> Literal["writer", "follower"]:
@@ -232,6 +235,63 @@ class SequenceStore(SequenceReader):
         self.writer.close()
         self.database.close()
 
+    # Budgets: a tenant over its limit loses only its own sequences, oldest first.
+
+    def enforce_budget(self) -> None:
+        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
+        if not self.database.is_writer:
+            return
+        if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
+            begun = time.monotonic()
+            self._enforce_shares(self._tenant_limit)
+            now = time.monotonic()
+            self._measured_until = now + _SHARE * (now - begun)
+        # Only the writer makes segments, so that there are no more of them than it knows.
+        if self.disk_limit is None or self.database.disk_bytes() + self.segments.known_bytes() <= self.disk_limit:
+            return
+        if self.database.disk_bytes() + self.segments.total_bytes() > self.disk_limit:
+            self.segments.clear()  # segments go first: the database can restore them
+            if self.database.disk_bytes() > self.disk_limit:
+                self._enforce_limit(self.disk_limit)
+
+    def _enforce_shares(self, limit: int) -> None:
+        for tenant, taken in self._tenants():
+            if taken > limit:
+                self._delete_oldest(tenant, taken - limit + limit // 16)
+
+    def _enforce_limit(self, limit: int) -> None:
+        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
+        while self.database.shrink() and (excess := self.database.disk_bytes() - limit) > 0:
+            tenants = self._tenants()
+            # Of a tenant whose name is damaged nothing is found: then the next largest gives.
+            if not any(self._delete_oldest(one, max(taken // 8, min(excess, taken // 2))) for one, taken in tenants):
+                return
+
+    def _tenants(self) -> list[tuple[str, int]]:
+        """(tenant, bytes), the largest first."""
+        tenant = sequences.c.tenant
+        taken = sa.func.sum(sequences.c.size) + _ROW_BYTES * sa.func.count()
+        query = sa.select(tenant, taken).group_by(tenant).order_by(taken.desc())
+        with self.database.engine.connect() as connection:
+            return [(tenant, int(size)) for tenant, size in connection.execute(query)]
+
+    def _delete_oldest(self, tenant: str, size: int) -> bool:
+        """Delete about `size` bytes; false where another process has become the writer, or there is none."""
+        theirs = sequences.c.tenant == tenant
+        query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
+        with self.database.writing() as connection:
+            if not self.database.confirm_writer(connection):
+                return False
+            last = 0
+            with connection.execute(query.execution_options(yield_per=1024)) as rows:
+                for row in rows:
+                    last = row.id
+                    size -= (row.size if isinstance(row.size, int) else 0) + _ROW_BYTES  # SQLite keeps any value
+                    if size <= 0:
+                        break
+            gone = connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount
+            return gone > 0
+
     # In the writer's thread.
 
     def _commit(self, jobs: list[SequenceRecord]) -> int:
@@ -276,74 +336,6 @@ class SequenceStore(SequenceReader):
         if not (scope.concerns(job.namespace) and scope.covers(job.session, job.created_at)):
             return False
         return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
-
-
-class DiskBudget:
-    """`limit` bounds the bytes of database and segments, `tenant_limit` the bytes of each tenant's sequences."""
-
-    def __init__(
-        self, database: Database, segments: SegmentFolder, limit: int | None, tenant_limit: int | None
-    ) -> None:
-        self.limit = limit
-        self.database = database
-        self._segments = segments
-        self._tenant_limit = tenant_limit
-        self._measured_until = 0.0
-
-    def enforce(self) -> None:
-        """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
-        if not self.database.is_writer:
-            return
-        if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
-            begun = time.monotonic()
-            self._enforce_shares(self._tenant_limit)
-            now = time.monotonic()
-            self._measured_until = now + _SHARE * (now - begun)
-        # Only the writer makes segments, so that there are no more of them than it knows.
-        if self.limit is None or self.database.disk_bytes() + self._segments.known_bytes() <= self.limit:
-            return
-        if self.database.disk_bytes() + self._segments.total_bytes() > self.limit:
-            self._segments.clear()  # segments go first: the database can restore them
-            if self.database.disk_bytes() > self.limit:
-                self._enforce_limit(self.limit)
-
-    def _enforce_shares(self, limit: int) -> None:
-        for tenant, taken in self._tenants():
-            if taken > limit:
-                self._delete_oldest(tenant, taken - limit + limit // 16)
-
-    def _enforce_limit(self, limit: int) -> None:
-        """Delete from the largest tenant, a part at a time, since a row's size in the file is only an estimate."""
-        while self.database.shrink() and (excess := self.database.disk_bytes() - limit) > 0:
-            tenants = self._tenants()
-            # Of a tenant whose name is damaged nothing is found: then the next largest gives.
-            if not any(self._delete_oldest(one, max(taken // 8, min(excess, taken // 2))) for one, taken in tenants):
-                return
-
-    def _tenants(self) -> list[tuple[str, int]]:
-        """(tenant, bytes), the largest first."""
-        tenant = sequences.c.tenant
-        taken = sa.func.sum(sequences.c.size) + _ROW_BYTES * sa.func.count()
-        query = sa.select(tenant, taken).group_by(tenant).order_by(taken.desc())
-        with self.database.engine.connect() as connection:
-            return [(tenant, int(size)) for tenant, size in connection.execute(query)]
-
-    def _delete_oldest(self, tenant: str, size: int) -> bool:
-        """Delete about `size` bytes; false where another process has become the writer, or there is none."""
-        theirs = sequences.c.tenant == tenant
-        query = sa.select(sequences.c.id, sequences.c.size).where(theirs).order_by(sequences.c.id)
-        with self.database.writing() as connection:
-            if not self.database.confirm_writer(connection):
-                return False
-            last = 0
-            with connection.execute(query.execution_options(yield_per=1024)) as rows:
-                for row in rows:
-                    last = row.id
-                    size -= (row.size if isinstance(row.size, int) else 0) + _ROW_BYTES  # SQLite keeps any value
-                    if size <= 0:
-                        break
-            gone = connection.execute(sequences.delete().where(theirs, sequences.c.id <= last)).rowcount
-            return gone > 0
 
 
 def _size(job: SequenceRecord) -> int:
