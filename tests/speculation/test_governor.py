@@ -132,18 +132,6 @@ def test_chunks_of_prompts_keep_running_answers_running() -> None:
     assert governor.chunk(4, 0, [governor.cost.seconds(4)]) == CHUNKS[-1]
 
 
-def test_the_cost_of_one_more_sequence_is_measured_and_learned() -> None:
-    model = CostModel()
-    model.calibrate([(size, 0, 0.02 + 0.001 * size) for size in SIZES], [(4, 0.024 + 0.03), (8, 0.028 + 0.07)])
-    assert model.seconds(8, 0, 8) == pytest.approx(0.098, rel=0.02)
-    assert model.seconds(8, 0, 1) == pytest.approx(0.028, rel=0.02)
-    for _ in range(1500):
-        model.observe(8, 0, 0.048, 8)
-        model.observe(8, 0, 0.028, 1)
-    assert model.seconds(8, 0, 8) == pytest.approx(0.048, rel=0.1)
-    assert model.seconds(8, 0, 1) == pytest.approx(0.028, rel=0.1)
-
-
 @pytest.mark.parametrize("seeds", [(1,), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
 def test_choices_for_batches_are_within_one_of_the_best_for_each_request_on_synthetic_machines(
     seeds: Sequence[int],
@@ -269,21 +257,6 @@ def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[floa
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(estimates))
     for tokens in (1, 17, 49):
         assert model.seconds(tokens) == pytest.approx(curve[tokens - 1], rel=0.25)
-
-
-def test_context_costs_are_learned_at_calibration() -> None:
-    model = CostModel()
-    model.calibrate([(1, 0, 1.0), (16, 0, 1.5), (1, 1000, 1.2), (16, 1000, 2.45)])
-    assert model.seconds(1, 2000) == pytest.approx(1.4)
-    assert model.seconds(16, 2000) == pytest.approx(3.4)
-
-
-def test_one_hiccup_changes_little() -> None:
-    model = CostModel()
-    model.calibrate([(size, 0, 0.02) for size in SIZES])
-    model.observe(16, 0, 5.0)
-    assert model.seconds(16) < 0.03
-    assert model.seconds(16) / model.seconds(1) < 1.1
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])

@@ -70,7 +70,7 @@ async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatc
         assert worst.gap_apart > 0, "without drafts the better token was taken"
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.model
 async def test_prompts_of_the_default_model(count: int) -> None:
     from agentspec.recordings.prompt_sets import load_prompts

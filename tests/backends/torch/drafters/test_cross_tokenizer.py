@@ -74,12 +74,6 @@ def test_what_is_drafted_is_what_the_target_would_write() -> None:
     assert drafted > len(whole)
 
 
-def test_no_special_token_is_drafted() -> None:
-    text = "area<|end|>radius<|user|> pi"
-    draft = bridge(text).propose(OWN.encode("area"), 12)
-    assert draft is None or not OWN.special_ids.intersection(draft.tokens.tolist())
-
-
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=40), st.lists(st.integers(0, 329), max_size=8))
 def test_any_ids_on_either_side_are_survived(context: list[int], drafted: list[int]) -> None:
     class Any_(Knowing):
