@@ -37,7 +37,7 @@ _BORDERS = [(low + high) / 2 for low, high in pairwise(KNOTS)]
 
 
 class CostCurve:
-    """Seconds by tokens, never falling, fitted to measurements that are kept as one mean near each knot.
+    """Seconds by tokens, never falling, fitted to measurements that are stored as one mean near each knot.
 
     It is flat up to one of `KNOTS` and then a line, by weighted least squares: a machine that computes token by token
     has no flat part, a device that reads its weights in the time of many tokens a long one. A slope, and a flat part,
@@ -158,7 +158,7 @@ class CostModel:
 
     cost = speed * (curve(tokens) + (per_context + per_token_context * tokens / batch) * context
     + per_sequence * (batch - 1)): `context` counts the KV slots of all `batch` sequences, and `per_sequence` is the
-    cost of one more sequence besides its tokens. `speed` follows the machine as a whole, so that a busy minute measured
+    cost of one more sequence in addition to its tokens. `speed` follows the machine as a whole, so that a busy minute measured
     at one size does not make the other sizes look cheap.
     """
 
@@ -208,7 +208,7 @@ class CostModel:
         self._curve.observe(tokens, alone)
 
     def relearn(self, samples: Iterable[tuple[int, float]]) -> None:
-        """Start anew from timed forwards (tokens, seconds), at least one, of one sequence without context.
+        """Start again from timed forwards (tokens, seconds), at least one, of one sequence without context.
 
         The medians near each size are taken, so that neither the forwards that came first nor a few that were disturbed
         count for more than others. Replaces everything learned before.
@@ -228,10 +228,6 @@ class CostModel:
 
     def _base(self, tokens: int) -> float:
         return float(self._curve.many(np.array([tokens]))[0])
-
-    def table(self) -> dict[int, float]:
-        """Seconds per forward of one sequence by number of tokens, without context."""
-        return {knot: self.seconds(knot) for knot in KNOTS}
 
 
 def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:

@@ -181,7 +181,7 @@ class Governor:
         return [best_nodes(acceptance, count) for acceptance, count in zip(acceptances, counts, strict=True)]
 
     def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
-        """How many prompt tokens a step may read beside `running` answers, which have `context` KV slots in all.
+        """How many prompt tokens a step may read next to `running` answers, which have `context` KV slots in all.
 
         The chunk is the largest with which the step takes no longer than `STALL` plain steps, nor than the shortest of
         `targets` (seconds a token) that a plain step meets; the others would only cost those who read. Chunked prefill

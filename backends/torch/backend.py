@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from agentspec.backends.torch.engine.prefill import NextTurns
 
 T = TypeVar("T")
-DEFAULT_MAX_TOKENS = 1024  # of an answer whose request names none
+DEFAULT_MAX_TOKENS = 1024  # of an answer to a request that names none
 LONG_PROMPT = 1 << 16  # characters
 LONG_PROMPT_THREADS = 2
 ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
@@ -200,11 +200,11 @@ class TorchBackend(ModelTokens):
                 self._engine.cancel(request)
 
     def _deliver(self, inbox: Inbox, request: EngineRequest, item: Delta | Exception) -> None:
-        if not inbox.put(request, item):  # the loop is closed: nobody reads the answer any more
+        if not inbox.put(request, item):  # the loop is closed: no client reads the answer any more
             self._engine.cancel(request)
 
     async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
-        """Keep `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""
+        """Store `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""
         if request.store:
             session = self._cache_session(request, request.token_ids or (), late=False)
             await asyncio.to_thread(session.record, token_ids)

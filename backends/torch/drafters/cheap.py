@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MergedDrafter(Drafter):
-    """Merges several drafters' trees: a path that several propose is kept once, with its highest probability."""
+    """Merges several drafters' trees: a path that several propose is in it once, with its highest probability."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = tuple(drafters)

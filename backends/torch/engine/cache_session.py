@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELD = 16  # while nothing is drafted, the cache gets its tokens in batches of this size: fewer calls
 DRAFT_SECONDS = 0.005  # an index that cannot be read within this time is left out of the draft
 STALL_SECONDS = 2.0  # a call that takes longer means that the cache hangs, on its disk for example
-PAUSE_SECONDS = 10.0  # nobody asks the cache for so long after that
+PAUSE_SECONDS = 10.0  # after that the cache is left alone for so long
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,12 +13,9 @@ from agentspec.types import Delta, Speculation, Usage
 
 Item = tuple[EngineRequest, Delta | Exception]
 
-MOST_ITEMS = 64  # items that wait side by side; more are joined at once, not only when they are read
-
 
 class Inbox:
-    """The deltas of one request's choices that the loop has not read yet. However slowly it reads, an inbox holds no
-    more than the answers themselves: the deltas of a choice are joined.
+    """The deltas of one request's choices that the loop has not read yet: no more than one for each token.
 
     Any thread may call `put`. Only the loop that made it may call `get`.
     """
@@ -28,16 +25,12 @@ class Inbox:
         self._arrived = asyncio.Event()
         self._woken = False  # the loop was given a callback that it has not answered by `get` yet
         self._items: list[Item] = []
-        self._most = MOST_ITEMS
         self._lock = threading.Lock()
 
     def put(self, request: EngineRequest, item: Delta | Exception) -> bool:
         """Add an item of a choice. Returns False if the loop is closed, so that nothing will read it."""
         with self._lock:
             self._items.append((request, item))
-            if len(self._items) >= self._most:
-                self._items = joined(self._items)
-                self._most = max(MOST_ITEMS, 2 * len(self._items))
             woken, self._woken = self._woken, True
         if woken:
             return not self._loop.is_closed()

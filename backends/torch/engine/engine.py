@@ -275,23 +275,17 @@ def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
     sound = [each for each in scheduled if each.error is None]
     if not sound:
         return False
-    if not run_together(sound, context.target):
-        context.free_memory()  # only now: until here the exception kept the forward's tensors alive
-        for each in sound:
-            isolate_failure(each, partial(run_forward, [each], context.target))
-        return False
-    return len(sound) == len(scheduled) and (len(scheduled) == 1 or context.target.batched)
-
-
-def run_together(scheduled: list[ScheduledSequence], target: TargetModel) -> bool:
     try:
-        run_forward(scheduled, target)
+        run_forward(sound, context.target)
+        return len(sound) == len(scheduled) and (len(scheduled) == 1 or context.target.batched)
     except Exception as error:
         if is_device_error(error):
             raise
-        logger.warning("a step of %d answers failed, each is tried alone: %s", len(scheduled), error_location(error))
-        return False
-    return True
+        logger.warning("a step of %d answers failed, each is tried alone: %s", len(sound), error_location(error))
+    context.free_memory()  # only now: until here the exception kept the forward's tensors alive
+    for each in sound:
+        isolate_failure(each, partial(run_forward, [each], context.target))
+    return False
 
 
 def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:

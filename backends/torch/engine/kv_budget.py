@@ -30,7 +30,7 @@ class KVBudget:
     """A limit of `limit` KV slots in all. A slot has `slot_bytes`, with those of the draft model, and each answer needs
     `room` slots for drafts.
 
-    An answer reserves every slot that it may need before it begins. Loans take slots for other work. Idle slots, kept
+    An answer reserves every slot that it may need before it begins. Loans take slots for other work. Idle slots, stored
     for later requests, use the rest (`idle_bytes`). `allocated` reports how many bytes are in use, and `promised` is
     how many bytes of `device` are the budget's own.
     """

@@ -1,4 +1,4 @@
-"""Keeps the KV slots of earlier requests, so that the next prompt of a conversation need not be computed again."""
+"""Stores the KV slots of earlier requests, so that the next prompt of a conversation need not be computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tokens = NDArray[np.int64]
 class PrefixNode:
     """A stretch of tokens with their slots, in a tree: every path from the root is the beginning of a text.
 
-    `used` is the time of its last use. `session` and `made` say whose request brought the tokens first, and when;
+    `used` is the time of its last use. `session` and `made` are the session of the request that brought the tokens first, and the time;
     `guessed` ones were read ahead of any request. A tenant's root has neither tokens nor slots.
     """
 
@@ -39,7 +39,7 @@ class PrefixNode:
 
 class PrefixCache:
     """Keeps sequences by tenant and finds them by longest common prefix; what several have in common, such as a system
-    prompt, is kept once. The least recently used ends of texts are dropped first.
+    prompt, is stored once. The least recently used ends of texts are dropped first.
 
     `find` returns copies of the slots, so that branches of one conversation can run at once. Holds no more than the
     last `shrink`, `find` or `keep` allowed. Any thread may call `forget`; all else belongs to one thread. `known`,

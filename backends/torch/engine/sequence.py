@@ -54,7 +54,7 @@ class EngineRequest:
     deliver: Callable[[Delta | Exception], None]
     cancelled: bool = False
     forgotten: bool = False
-    """Whether a deletion came while it was open: nothing of it is kept."""
+    """Whether a deletion came while it was open: nothing of it is stored."""
     constraints: ConstraintSpec = field(default_factory=ConstraintSpec)
     shares_prompt: bool = False
     guess: bool = False
@@ -264,7 +264,7 @@ class Sequence:
 
     @property
     def needs_states(self) -> bool:
-        """Whether the step has to give the hidden states beside the logits."""
+        """Whether the step has to give the hidden states with the logits."""
         return self._substitutes is not None and self._substitutes.needs_states
 
     def begin(self, draft: Proposal, logits: Tensor, states: Tensor | None = None) -> None:
@@ -275,7 +275,7 @@ class Sequence:
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
     def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
-        """Draw tokens from the logits of a step that computed `num_tokens` tokens besides the draft, commit them and
+        """Draw tokens from the logits of a step that computed `num_tokens` tokens without the draft, commit them and
         return the delta they add.
         """
         committed = len(self.tokens)

@@ -121,8 +121,11 @@ class Speculator:
         self._drafted += len(proposal)
         self._accepted += len(path)
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
-        self._count(proposal, path)
-        self._counters.substituted += len(substituted)
+        counters = self._counters
+        counters.steps += 1
+        counters.drafted.update(proposal.sources)
+        counters.accepted.update(proposal.sources[node] for node in path)
+        counters.substituted += len(substituted)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
@@ -131,11 +134,6 @@ class Speculator:
         self._counters.draft_failures += 1
         logger.warning("an answer goes on without drafts: %s", error_location(error))
         clear_frames(error.__traceback__)  # they keep the tensors of a failed draft model alive
-
-    def _count(self, proposal: Proposal, path: Sequence[int]) -> None:
-        self._counters.steps += 1
-        self._counters.drafted.update(proposal.sources)
-        self._counters.accepted.update(proposal.sources[node] for node in path)
 
     @property
     def speculation(self) -> Speculation | None:

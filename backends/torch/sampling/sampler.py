@@ -243,7 +243,7 @@ def has_top_k_top_p(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def apply_top_k_top_p(scores: Tensor, params: SamplingParams, *, may_sync: bool) -> Tensor:
-    """`scores` [rows, vocab] with the filtered tokens at minus infinity; equal scores at a boundary are all kept.
+    """`scores` [rows, vocab] with the filtered tokens at minus infinity; equal scores at a boundary all stay.
 
     With `may_sync` the host may wait for the device, which avoids sorting whole rows when a few tokens are enough.
     """
