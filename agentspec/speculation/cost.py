@@ -158,7 +158,7 @@ class CostModel:
 
     cost = speed * (curve(tokens) + (per_context + per_token_context * tokens / batch) * context
     + per_sequence * (batch - 1)): `context` counts the KV slots of all `batch` sequences, and `per_sequence` is the
-    cost of one more sequence in addition to its tokens. `speed` follows the machine as a whole, so that a busy minute measured
+    cost of one more sequence without its tokens. `speed` follows the machine as a whole, so that a busy minute measured
     at one size does not make the other sizes look cheap.
     """
 

@@ -79,7 +79,7 @@ TokenSeconds = Callable[[int], float]
 
 
 class ModelDrafter(Drafter):
-    """Drafts a path of the model's own draws, one forward per token, with the next best candidates as leaves next to it.
+    """Drafts a path of the model's own draws, one forward per token, with other likely candidates as leaves next to it.
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
     accept. The path ends where its probability falls below `least(seconds, context)`, the probability that makes one
@@ -355,7 +355,7 @@ class DraftModel:
     tokenizers: tuple[TokenizerAdapter, TokenizerAdapter] | None = None
 
     def gated(self, cheap: Drafter, noise: SharedNoiseSampler, token_seconds: TokenSeconds) -> GatedDrafter:
-        """The drafter of one answer that asks this model in addition to `cheap` where that pays. It draws with the answer's
+        """The drafter of one answer that asks this model and `cheap` where that pays. It draws with the answer's
         `noise`, or greedily if tokens must be translated.
         """
 

@@ -133,7 +133,7 @@ class ComputeThread:
 class Tasks:
     """Runs calls submitted by any thread in a computing thread: in order, one a turn, between its engines' turns.
 
-    `device_failed` is called with an error of a call that shows that the device failed (default: all workers of the thread).
+    `device_failed` gets an error that shows that the device failed (default: all workers of the thread fail).
     """
 
     def __init__(self, thread: ComputeThread, device_failed: Callable[[BaseException], None] | None = None) -> None:

@@ -23,8 +23,8 @@ Tokens = NDArray[np.int64]
 class PrefixNode:
     """A stretch of tokens with their slots, in a tree: every path from the root is the beginning of a text.
 
-    `used` is the time of its last use. `session` and `made` are the session of the request that brought the tokens first, and the time;
-    `guessed` ones were read ahead of any request. A tenant's root has neither tokens nor slots.
+    `used` is the time of its last use. `session` is that of the request that brought the tokens first, at the time
+    `made`; `guessed` ones were read ahead of any request. A tenant's root has neither tokens nor slots.
     """
 
     tokens: Tokens

