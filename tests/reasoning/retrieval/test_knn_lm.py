@@ -33,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 SOFT = {"neighbours": 8, "temperature": 20.0, "weight": 0.4}
 WORDS = "red green blue fish bird tree house river stone light".split()
-PROMPTS = 200
+PROMPTS = 80
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
