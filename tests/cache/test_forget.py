@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Decode, Scope, select
 from agentspec.cache.index import IndexDrafter
+from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import Tokens
-from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
+from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
 from tests.cache.conftest import DATABASE, SQLITE_FIRST, execute, outputs, record, text, wait
 from tests.conftest import costly
@@ -575,6 +576,30 @@ def test_a_kill_leaves_all_or_nothing(tmp_path: Path, kills: int) -> None:
 
 
 # Listeners.
+
+
+def test_a_deletion_that_the_database_interrupts_is_applied_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentspec.cache.suffix_cache._MAINTENANCE_SECONDS", 1e6)  # this call fails, not the thread's
+    reported: list[Scope] = []
+    with SuffixCache.open(tmp_path) as cache:
+        record(cache, CANARY, session="a")
+        record(cache, text(1, 40), session="b")
+        cache.on_forget(reported.append)
+        failures, stored = iter([None]), SequenceStore.stored
+
+        def fails_once(store: SequenceStore, numbers: Sequence[int]) -> set[int]:
+            for _ in failures:
+                raise CacheUnavailableError("the connection was lost")
+            return stored(store, numbers)
+
+        monkeypatch.setattr(SequenceStore, "stored", fails_once)
+        with pytest.raises(CacheError, match="connection was lost"):
+            cache.forget(session="a")
+        cache.forget(session="another")
+        assert cache.stats().sequences == 1, "the deleted one would be drafted until the process ends"
+        assert [scope.covers("a", 0.0) for scope in reported] == [True, False]
 
 
 def test_listeners_that_raise_forget_or_leave_hold_nothing_up(location: str | Path) -> None:

@@ -247,6 +247,14 @@ def test_a_damaged_value_costs_its_row_alone(tmp_path: Path, change: str) -> Non
         assert knows(follower, text(GOOD - 1, 40), "t0")
 
 
+def test_many_damaged_rows_cost_themselves_alone(tmp_path: Path) -> None:
+    fill(tmp_path, 700)
+    execute(tmp_path, "UPDATE sequences SET token_count = token_count + 1000000 WHERE id % 2 = 0 OR id < 100")
+    with SuffixCache.open(tmp_path) as cache:
+        found = [number for number in range(700) if knows(cache, text(number, 40), f"t{number % TENANTS}")]
+        assert found == [number for number in range(100, 700) if number % 2 == 0]
+
+
 BYTES = "x'fffe00'"
 VALUES = [
     (DATABASE, "sequences", "namespace", BYTES),
