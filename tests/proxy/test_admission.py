@@ -1,4 +1,4 @@
-"""Slots of tenants, deadlines of requests, and clients that leave."""
+"""Slots: shares of tenants, the order of those who wait, and the end of their patience."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect
 
 from agentspec.errors import OverloadedError, ShuttingDownError
 from agentspec.proxy import admission
-from agentspec.proxy.admission import Deadline, Slots, until_disconnect
+from agentspec.proxy.admission import Slots
 from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 
 pytestmark = pytest.mark.anyio
@@ -155,60 +154,3 @@ async def test_random_use_leaves_nothing_behind() -> None:
                 await crowd.send(chance.choice("abc"), deadline_s=chance.choice([None, LONG]))
             assert crowd.slots.running <= 4
         await crowd.close()
-
-
-async def test_an_interrupt_ends_the_time_at_once_and_only_in_the_limit() -> None:
-    deadline = Deadline(60)
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.01, deadline.interrupt, ShuttingDownError("draining"))
-    with pytest.raises(ShuttingDownError):
-        async with deadline.limit():
-            await asyncio.sleep(60)
-    deadline.interrupt(ShuttingDownError("again"))
-    with pytest.raises(ShuttingDownError, match="draining"):
-        async with deadline.limit():
-            await asyncio.sleep(60)
-    await asyncio.sleep(0)
-    assert not _cancellations()
-
-
-async def test_a_cancellation_from_outside_passes_a_limit_and_a_watch() -> None:
-    async def work() -> None:
-        async with until_disconnect(asyncio.Queue().get), Deadline(60).limit():
-            await asyncio.sleep(60)
-
-    task = asyncio.create_task(work())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_a_client_that_leaves_when_the_time_is_over_counts_as_left() -> None:
-    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    deadline = Deadline(60)
-    with pytest.raises(ClientDisconnect):
-        async with until_disconnect(messages.get), deadline.limit():  # type: ignore[arg-type]
-            await messages.put({"type": "http.disconnect"})
-            deadline.interrupt(ShuttingDownError("draining"))
-            await asyncio.sleep(60)
-    assert not _cancellations()
-
-
-def _cancellations() -> int:
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancelling()
-
-
-async def test_a_disconnect_cancels_the_block() -> None:
-    messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-    await messages.put({"type": "http.request"})
-    reached = False
-    with pytest.raises(ClientDisconnect):
-        async with until_disconnect(messages.get):  # type: ignore[arg-type]
-            await asyncio.sleep(0.02)
-            reached = True
-            await messages.put({"type": "http.disconnect"})
-            await asyncio.sleep(5)
-    assert reached

@@ -43,10 +43,6 @@ def refused(limiter: KeyLimiter, tokens: int = 1) -> RateLimitError:
     return caught.value
 
 
-def tokens_left(limiter: KeyLimiter) -> bytes:
-    return dict(limiter.headers())[b"x-ratelimit-remaining-tokens"]
-
-
 @settings(max_examples=60)
 @example(1, 0, [(0.0, 1, 1), (59.0, 1, 1)], 1)
 @example(0, 9, [(0.0, 9, 5), (59.0, 4, 4)], 1)
@@ -95,15 +91,6 @@ def test_no_minute_has_more_requests_than_allowed(limit: int, pauses: list[float
             times.append(int(hand.now + hand.skew))
     for end in times:
         assert sum(end - WINDOW < time <= end for time in times) <= limit
-
-
-def test_what_runs_in_the_background_names_a_bound() -> None:
-    """Nothing of it arrives here by which it could be charged later."""
-    limiter = Hand().limiter(tokens_per_minute=1000)
-    with pytest.raises(OverRateLimitError, match="max_output_tokens"):
-        limiter.admit(Demand(1, 256, bounded=False, background=True))
-    limiter.admit(Demand(1, 256, background=True))
-    Hand().limiter(requests_per_minute=1).admit(Demand(1, 256, bounded=False, background=True))
 
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -185,6 +172,15 @@ def test_a_request_that_never_fits_is_told_so(keyed: Any) -> None:
     headers = {"authorization": "Bearer canary-a"}
     asked = httpx.post(running.url + CHAT, json={"model": "fake", **unbounded}, headers=headers)
     assert asked.status_code == 200 and asked.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_what_runs_in_the_background_names_a_bound(keyed: Any) -> None:
+    """No part of it arrives here by which it could be charged later."""
+    running = keyed(FakeBackend("hi"), tokens_per_minute=1000)
+    body = {"model": "fake", "input": "hi", "background": True}
+    headers = {"authorization": "Bearer canary-a"}
+    refused = httpx.post(running.url + RESPONSES, json=body, headers=headers)
+    assert refused.status_code == 400 and "max_output_tokens" in refused.json()["error"]["message"]
 
 
 def left(running: Any) -> int:

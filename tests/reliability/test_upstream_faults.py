@@ -65,7 +65,7 @@ def outcomes(running: Any, outcome: str) -> float:
 OBJECT = b'{ "error": {"message": "slow down", "type": "rate_limit", "code": 7, "more": 1.10}}'
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 502, 503])
 @pytest.mark.parametrize(
     "body",
     [OBJECT, b"", b"<html>nginx on node7.internal</html>", b"[1]", b'{"detail": "gone"}', b'{"error": "gone"}'],
@@ -73,11 +73,12 @@ OBJECT = b'{ "error": {"message": "slow down", "type": "rate_limit", "code": 7, 
 def test_u1_u2_errors_pass_as_error_objects_with_the_time_to_wait(
     gateway: Any, upstream: Any, status: int, body: bytes
 ) -> None:
-    headers = {"retry_after": "2", "x_ratelimit_limit_requests": "9"}
+    headers = {"retry_after": "2", "retry_after_ms": "1500", "x_ratelimit_limit_requests": "9", "server": "x"}
     server = upstream(lambda request: request.answer(body, status, "text/html", **headers))
     response = post(gateway({}, settings(server.url, server_kind="other")))
     assert response.status_code == status and len(server.requests) == 1
-    assert response.headers["retry-after"] == "2" and response.headers["x-ratelimit-limit-requests"] == "9"
+    assert response.headers["retry-after"] == "2" and response.headers["retry-after-ms"] == "1500"
+    assert response.headers["x-ratelimit-limit-requests"] == "9" and "server" not in response.headers
     if body == OBJECT:
         assert response.content == body
         return
@@ -256,19 +257,21 @@ TELLS = (
 
 
 @pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/models"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/embeddings", "/v1/models"])
 def test_a_refusal_of_the_operators_key_stays_with_the_operator(
     gateway: Any, upstream: Any, status: int, path: str
 ) -> None:
-    server = upstream(lambda request: request.answer(TELLS, status, **ACCOUNT))
+    server = upstream(
+        lambda request: request.answer(TELLS, 404 if request.target == "/v1/messages" else status, **ACCOUNT)
+    )
     up = OpenAISettings(base_url=server.url, api_key=KEY)  # type: ignore[arg-type]
     running = gateway({}, Settings(backends={"big": up}))
     if path == "/v1/models":
         response = httpx.get(f"{running.url}{path}", headers={"authorization": "Bearer mine"})
     else:
-        body = BODY if path == CHAT else {"model": MODEL, "input": "hi"}
+        body = {"model": MODEL, "input": "hi"} if path == "/v1/embeddings" else {**BODY, "max_tokens": 5}
         response = httpx.post(f"{running.url}{path}", json=body, headers={"openai-organization": "org-theirs"})
-    assert response.status_code == 502 and error_of(response)["code"] == "upstream_authentication"
+    assert response.status_code == 502 and response.json()["error"]["code"] == "upstream_authentication"
     assert "openai-organization" not in server.requests[-1].headers
     for secret in ("sk-", "canary", "Canary", "127.0.0.1"):
         assert secret not in response.text + str(response.headers)
@@ -334,19 +337,19 @@ def test_an_error_event_for_the_operators_key_names_no_account(gateway: Any, ups
         request.send(TOKENS[0] + b"data: " + TELLS + end)
 
     response = post(gateway({}, settings(upstream(script).url, api_key=KEY, server_kind="other")))
-    assert (
-        response.content
-        == TOKENS[0]
-        + b"data: "
-        + TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
-        + end
-    )
+    told = TELLS.replace(b"sk-oper****6789", b"***").replace(b"org-Canary0123456789", b"***")
+    assert response.content == TOKENS[0] + b"data: " + told + end
 
 
+SPOKEN = json.dumps({"finish_reason": "stop", "error": "[DONE]"})
+CALLS = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": SPOKEN}}]}, "finish_reason": None}
 HALF = {
     "text that speaks of an end": ({}, [chunk("data: [DONE]"), chunk('"finish_reason": "stop"')]),
     "a comment that does": ({}, [b": data: [DONE]\n\n", chunk("a")]),
     "one of two": ({"n": 2}, [chunk("a", index=1), chunk("", "stop", 0), chunk("b", index=1)]),
+    "no reason": ({}, [chunk("a", "")]),
+    "arguments that speak of an end": ({}, [b"data: " + json.dumps({"choices": [CALLS]}).encode() + b"\n\n"]),
+    "text behind the last word": ({}, [b"data: [DONE] is what a model said\n\n"]),
     "two of three": ({"n": 3}, [chunk("", "stop", 0), chunk("", "stop", 0), chunk("", "length", 2)]),
 }
 
@@ -362,6 +365,8 @@ NUMBERS = b'data: {"usage": [1], "choices": 5}\n\ndata: {"usage": {"prompt_token
 AS_THEY_ARE: dict[str, tuple[dict[str, Any], bytes]] = {
     "no last word": ({}, chunk("a", "stop")),
     "no last blank line": ({}, chunk("a") + b"data: [DONE]"),
+    "no blank": ({}, chunk("a") + b"data:[DONE]\r\n\r\n"),
+    "a reason in two lines": ({}, b'data: {"choices": [{"finish_reason":\ndata: "stop"}]}\n\n'),
     "both choices": ({"n": 2}, chunk("", "stop", 1) + chunk("", "stop", 0)),
     "one choice and the last word": ({"n": 2}, chunk("", "stop", 0) + DONE),
     "json": ({}, b"data: {half\n\n" + WHOLE),
