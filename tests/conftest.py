@@ -117,7 +117,7 @@ def fresh_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def likely_starts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tools and models of tests take no time, so that no early start of a tool would pay."""
-    monkeypatch.setattr("agentspec.tools.model.pays", lambda probability, *_: probability > 0.2)
+    monkeypatch.setattr("agentspec.tools.model.gain", lambda probability, *_: probability - 0.2)
 
 
 @pytest.fixture(scope="session", autouse=True)

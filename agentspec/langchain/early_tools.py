@@ -23,7 +23,6 @@ from agentspec.types import DEFAULT_TENANT
 
 R = TypeVar("R")
 
-_MOST = 1024  # tools that are remembered
 _ADAPTER = "langchain_mcp_adapters.tools"
 _APPROVAL = ("needs_approval", "requires_approval")  # in a tool's metadata
 _ID = "early"  # of the call that an early start answers
@@ -62,7 +61,6 @@ class EarlyTools:
         self._speculator = speculator
         self._agent = agent
         self._tenant, self._identity = tenant, identity
-        self._specs: dict[int, tuple[BaseTool, ToolSpec]] = {}
 
     def begin(self, request: ModelRequest[Any]) -> ToolSession | None:
         """Before a model call: start what pays. None where the session is unknown, or a step is replayed."""
@@ -101,10 +99,7 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return handler(request)
-        if self._is_replaced(session, request):
-            with session.changing():
-                return handler(request)
-        result = session.run(_call(request), lambda _: handler(request))
+        result = session.run(_call(session, request), lambda _: handler(request))
         return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
 
     async def arun(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
@@ -112,16 +107,8 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return await handler(request)
-        if self._is_replaced(session, request):
-            with session.changing():
-                return await handler(request)
-        result = await session.arun(_call(request), lambda _: handler(request))
+        result = await session.arun(_call(session, request), lambda _: handler(request))
         return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
-
-    def _is_replaced(self, session: ToolSession, request: ToolCallRequest) -> bool:
-        """Whether other middleware runs another tool than the one that was offered, of which nothing is known."""
-        offered = session.functions.get(request.tool_call["name"])
-        return offered is not None and offered is not request.tool
 
     def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
         """The session by its label, else by the id of its first message."""
@@ -151,7 +138,8 @@ class EarlyTools:
 
     def _follow(self, session: ToolSession, request: ModelRequest[Any]) -> None:
         offered = {tool.name: tool for tool in request.tools if isinstance(tool, BaseTool)}
-        session.offers([self._spec(tool) for tool in offered.values()], offered)
+        if [*map(id, offered.values())] != [*map(id, session.functions.values())]:
+            session.offers([ToolSpec(name, self._takes_more(tool)) for name, tool in offered.items()], offered)
         marks, seen = [_mark(message) for message in request.messages], session.followed
         if marks[: len(seen)] != seen or not seen:  # the first turn, or a history that was changed
             session.restart()
@@ -160,22 +148,16 @@ class EarlyTools:
             _report(session, message)
         session.followed = marks
 
-    def _spec(self, tool: BaseTool) -> ToolSpec:
-        known = self._specs.get(id(tool))
-        if known is None or known[0] is not tool:
-            if len(self._specs) >= _MOST:
-                self._specs.clear()
-            known = self._specs[id(tool)] = tool, self.described(tool)
-        return known[1]
-
-    def described(self, tool: BaseTool) -> ToolSpec:
-        """What is known of a tool."""
+    def _takes_more(self, tool: BaseTool) -> bool:
+        """Whether a tool that is listed may not start early all the same."""
+        if tool.name not in self._speculator.policy.read_only:
+            return False
         try:
             schema = convert_to_openai_tool(tool)["function"].get("parameters") or {}
         except Exception:  # an agent must not fail by a tool that we cannot describe: it does not start early
-            return ToolSpec(tool.name, injected=True)
+            return True
         approved = any(bool((tool.metadata or {}).get(name)) for name in _APPROVAL)
-        return ToolSpec(tool.name, schema, injected=approved or takes_more(tool, schema) or tool.return_direct)
+        return approved or takes_more(tool, schema) or tool.return_direct
 
 
 class _AnsweredTool(BaseTool):
@@ -279,8 +261,11 @@ def _by_provider(message: AIMessage) -> list[ToolCall]:
     return [ToolCall(f"({kind})", {}) for kind in kinds if kind not in _SILENT]
 
 
-def _call(request: ToolCallRequest) -> ToolCall:
-    return ToolCall(request.tool_call["name"], request.tool_call["args"])
+def _call(session: ToolSession, request: ToolCallRequest) -> ToolCall:
+    """The call; that of an unknown tool if other middleware runs another tool than the one that was offered."""
+    name = request.tool_call["name"]
+    known = session.functions.get(name) is request.tool
+    return ToolCall(name if known else f"(instead of {name})", request.tool_call["args"])
 
 
 def _messages(state: Any) -> Sequence[AnyMessage]:

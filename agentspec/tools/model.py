@@ -370,20 +370,13 @@ def gain(probability: float, later: float, tool_seconds: float, turn_seconds: fl
     return saved - max(0.0, 1.0 - probability - later) * tool_seconds * _COST
 
 
-def pays(probability: float, later: float, tool_seconds: float, turn_seconds: float) -> bool:
-    """Whether a tool should be started: whether its gain is worth it."""
-    return gain(probability, later, tool_seconds, turn_seconds) > _OVERHEAD
-
-
 def worthwhile(predictions: Sequence[CallPrediction], seconds: Mapping[str, float]) -> list[CallPrediction]:
     """The predictions that pay, those that gain most first. Tools whose time was never measured are left out."""
     turn = seconds.get(TURN, _UNKNOWN_TURN)
 
-    def terms(one: CallPrediction) -> tuple[float, float, float, float]:
-        return one.probability, one.later, seconds[one.call.name], turn
-
     known = [one for one in predictions if one.call.name in seconds]
-    return sorted((one for one in known if pays(*terms(one))), key=lambda one: -gain(*terms(one)))
+    gains = [(gain(one.probability, one.later, seconds[one.call.name], turn), one) for one in known]
+    return [one for gained, one in sorted(gains, key=lambda pair: -pair[0]) if gained > _OVERHEAD]
 
 
 class RuleRates:

@@ -1,17 +1,13 @@
-"""Which tools may run before the model asks for them, for whom, and which call their results are of."""
+"""Which tools may run before the model asks for them, and for whom."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from agentspec.errors import ConfigurationError
-from agentspec.tools.history import canonical
 
 _log = logging.getLogger(__name__)
 
@@ -21,13 +17,9 @@ _NEAR = 0.8  # from this ratio on difflib takes one name for a misspelt other
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What is known of a tool. `schema` is the JSON schema of its arguments.
-
-    `injected`: it needs approval, takes state or a runtime besides the model's arguments, or that is not known.
-    """
+    """A tool. `injected`: it needs approval, takes state or a runtime besides its arguments, or that is not known."""
 
     name: str
-    schema: Mapping[str, Any] = field(default_factory=dict)
     injected: bool = False
 
 
@@ -99,16 +91,3 @@ class AgentCaller:
     session: str = ""
     identity: str = ""
     branch: str = ""
-
-
-def call_key(caller: AgentCaller, spec: ToolSpec, arguments: Mapping[str, Any]) -> str:
-    """A hash, the same for the same call by the same caller, whatever the order of the arguments.
-
-    Raises `ValueError` or `TypeError` for arguments that JSON cannot hold, or would turn into others.
-    """
-    given = dict(arguments)
-    if json.loads(canonical(given)) != given:  # a tuple is no list, nor 1 as a key "1"
-        raise ValueError("arguments that are no JSON")
-    who = [caller.tenant, caller.identity, caller.session]
-    what = [spec.name, canonical(spec.schema), canonical(given)]
-    return hashlib.sha256(canonical(who + what).encode("utf-8", "surrogatepass")).hexdigest()

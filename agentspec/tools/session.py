@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from agentspec.tools.history import ToolCall, ToolHistory, is_json
+from agentspec.tools.history import ToolCall, ToolHistory, canonical, is_json
 from agentspec.tools.model import PER_TURN, TURN, CallForecast, OpenForecasts
-from agentspec.tools.policy import ToolSpec, call_key
+from agentspec.tools.policy import ToolSpec
 from agentspec.tools.speculative_call import CallFailedError, Outcome, SpeculativeCall, ToolEvent, contained
 
 if TYPE_CHECKING:
@@ -160,10 +161,6 @@ class ToolSession:
         with self._ordinary(call):
             return await invoke(call)
 
-    def changing(self) -> AbstractContextManager[None]:
-        """Around a call of which nothing is known: until its end nothing starts early."""
-        return self._epoch.writing()
-
     def drop_old(self) -> None:
         """Drop what is void, or too old to be used."""
         if not self._started:
@@ -204,7 +201,7 @@ class ToolSession:
     def _start(self, call: ToolCall, way: Way) -> bool:
         epoch, free = self._epoch.number, self._speculator.free
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
-        key = self._key(call)
+        key = _key(call)
         if key is None or self._is_there(key) or not self._epoch.quiet or not free.acquire(blocking=False):
             return False
         try:
@@ -268,7 +265,7 @@ class ToolSession:
         if not self._policy.may_run_early(spec):
             return None
         with self._lock:
-            early = self._started.pop(self._key(call) or "", None)
+            early = self._started.pop(_key(call) or "", None)
         if early is None:
             return None
         age = time.monotonic() - early.started_at
@@ -307,13 +304,16 @@ class ToolSession:
         if self._stores:
             self._speculator.learned.took(self.caller, tool, seconds)
 
-    def _key(self, call: ToolCall) -> str | None:
-        """The key of a call; None for an unknown tool, or arguments that JSON cannot hold."""
-        spec = self._tools.get(call.name)
-        try:
-            return None if spec is None else call_key(self.caller, spec, call.arguments)
-        except (ValueError, TypeError, RecursionError):
-            return None
+
+def _key(call: ToolCall) -> str | None:
+    """The identity of a call; None for arguments that JSON cannot hold, or would turn into others."""
+    try:
+        given = dict(call.arguments)
+        return (
+            call.identity if json.loads(canonical(given)) == given else None
+        )  # a tuple is no list, nor 1 as a key "1"
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 class SessionEpoch:

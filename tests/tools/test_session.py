@@ -20,13 +20,12 @@ from agentspec.tools.model import AT_ONCE, PER_TURN, CallModel
 from tests.conftest import costly
 
 pytestmark = pytest.mark.usefixtures("likely_starts_pay")
-SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}, "detail": {"type": "boolean", "default": False}}}
 READ, LIST, WRITE, MYSTERY, FRAGILE = (
-    ToolSpec("read", SCHEMA),
+    ToolSpec("read"),
     ToolSpec("list"),
     ToolSpec("write"),
     ToolSpec("mystery"),
-    ToolSpec("fragile", SCHEMA),
+    ToolSpec("fragile"),
 )
 READ_ONLY = ("read", "list", "fragile")
 
@@ -343,7 +342,7 @@ def test_nothing_starts_after_a_writing_call_was_cancelled() -> None:
     assert session.begin_turn(world.run) == [] and outcomes(events) == ["start", "stale"]
 
 
-@pytest.mark.parametrize("spec", [ToolSpec("write"), ToolSpec("read", SCHEMA, injected=True)])
+@pytest.mark.parametrize("spec", [ToolSpec("write"), ToolSpec("read", injected=True)])
 def test_what_may_not_run_early_never_does(spec: ToolSpec) -> None:
     call = ToolCall(spec.name, {"id": "A1"})
     session, events = opened(call)
