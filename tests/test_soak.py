@@ -335,7 +335,7 @@ def soak(load: Load, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_minutes_of_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_c8_two_minutes_of_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     soak(Load(str(tiny_model), 120, 8, questions=12, max_tokens=24, growth=16 * MIB), tmp_path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
+from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
@@ -117,6 +120,16 @@ def post_and_hang_up(url: str, body: object) -> Iterator[None]:
 def hanging_up() -> Callable[[str, object], AbstractContextManager[None]]:
     """`with hanging_up(gateway.url, body): ...` asks for a completion and leaves at the end of the block."""
     return post_and_hang_up
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Everything that the process logs at DEBUG, as `serve` would write it."""
+    root, stream = logging.getLogger(), io.StringIO()
+    before = (root.handlers[:], root.level)
+    logs.configure("DEBUG", stream)
+    yield stream
+    root.handlers[:], root.level = before
 
 
 @dataclass

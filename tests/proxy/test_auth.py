@@ -82,15 +82,6 @@ def test_only_one_right_key_is_served(keys: Any) -> None:
         assert get(app, HOST, *headers)[0] == 401
 
 
-def test_an_operator_reads_metrics_and_uses_no_models(keys: Any) -> None:
-    app = app_of(api_keys=keys)
-    for name, metrics, stored in (("a", 403, 503), ("operator", 200, 403)):
-        key = ("authorization", f"Bearer key-of-{name}")
-        assert get(app, HOST, key, path="/metrics")[0] == metrics
-        assert get(app, HOST, key, path="/v1/responses/resp_1")[0] == stored
-    assert get(app_of(), HOST, path="/metrics")[0] == 200, "without keys every client is operator and tenant"
-
-
 def test_every_wrong_key_is_hashed_and_compared_with_every_known_one(
     keys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

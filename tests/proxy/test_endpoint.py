@@ -79,35 +79,6 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
     assert running.metric("agentspec_requests_total", **counted, model="", outcome="rejected") == 1
 
 
-def test_the_loop_is_free_while_a_backend_computes(gateway: Any) -> None:
-    """A backend that computes in its own thread, as the engine does, holds up nobody else."""
-    began, end = threading.Event(), threading.Event()
-
-    class Busy(FakeBackend):
-        async def generate(self, request: GenerateRequest) -> Any:
-            yield Delta(text=str(await anyio.to_thread.run_sync(self.compute)))
-            yield Delta(finish_reason="stop")
-
-        def compute(self) -> int:
-            began.set()
-            total = 0
-            while not end.is_set():
-                total += sum(range(1000))
-            return total
-
-    running = gateway({MODEL: Busy()})
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        thread = threading.Thread(target=ask, args=(client,))
-        thread.start()
-        assert began.wait(60)
-        try:
-            for _ in range(5):
-                assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
-        finally:
-            end.set()
-            thread.join()
-
-
 def test_a_name_that_a_client_has_built_in_is_served(gateway: Any) -> None:
     from agentspec.settings.load import Settings
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +52,6 @@ def test_prediction_is_drafted_from(client: openai.OpenAI) -> None:
     details = answer.usage.completion_tokens_details
     assert answer.choices[0].message.content == content
     assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens is not None
-
-
-def test_the_queue_is_bounded(running: Any, client: openai.OpenAI, until: Callable[..., None]) -> None:
-    """max_active 2 and max_concurrent 4: of twelve at once some wait, some are soon refused, none fail."""
-    outcomes: list[str] = []
-
-    def one() -> None:
-        try:
-            ask(client, max_tokens=120, temperature=1.5, stream=False)
-            outcomes.append("ok")
-        except openai.RateLimitError as error:
-            assert int(error.response.headers["retry-after"]) >= 1
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=one) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(outcomes) == {"ok", "refused"} and len(outcomes) == 12
-    assert ask(client).choices
 
 
 VALUES = st.one_of(

@@ -9,23 +9,25 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError
 from agentspec.runtime import Runtime
-from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from tests.proxy.upstreams import settings
 
-ANSWER = b'{"choices": [{"message": {"content": "hi"}, "token_ids": null}], "prompt_token_ids": null, "usage": null}'
+ANSWER = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}], "usage": null}'
 HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}
 XARGS = {"agentspec_session": "s1", "agentspec_step": "pl\u00e4n"}
 
 
 def serve(owner: str = "vllm") -> Any:
-    """A script for an upstream that answers as vLLM does."""
+    """A script for an upstream of this kind that answers chats alone."""
 
     def script(request: Any) -> None:
-        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
-        request.answer(models if request.target == "/v1/models" else ANSWER)
+        if request.method == "GET":
+            request.answer(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode())
+        elif request.target == "/v1/messages":
+            request.answer(b"{}", 404)
+        else:
+            request.answer(ANSWER)
 
     return script
 
@@ -45,11 +47,6 @@ def tokenizing(tokens: bytes | None) -> Any:
     return script
 
 
-def in_front_of(url: str, **settings: Any) -> tuple[dict[str, Any], Settings]:
-    up = OpenAISettings(base_url=url, **settings)  # type: ignore[arg-type]
-    return {}, Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")})
-
-
 def post(running: Any, content: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
     return httpx.post(f"{running.url}{path}", content=content, headers=HEADERS, timeout=60)
 
@@ -60,7 +57,7 @@ def sent(server: Any) -> list[bytes]:
 
 def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
     server = upstream(serve())
-    post(gateway(*in_front_of(server.url)), b'{"model":"m","vllm_xargs":{"k":[1,"a"],"agentspec_step":"theirs"}}')
+    post(gateway({}, settings(server.url)), b'{"model":"m","vllm_xargs":{"k":[1,"a"],"agentspec_step":"theirs"}}')
     assert json.loads(sent(server)[0])["vllm_xargs"] == {"k": [1, "a"], **XARGS}
 
 
@@ -68,7 +65,7 @@ def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
 def test_the_same_bytes_for_everybody_else(gateway: Any, upstream: Any, owner: str, path: str) -> None:
     server = upstream(serve(owner))
     body = b' { "model":"m", "vllm_xargs":{"k":1.0} }'
-    post(gateway(*in_front_of(server.url)), body, path)
+    post(gateway({}, settings(server.url)), body, path)
     assert sent(server) == [body]
 
 
@@ -78,7 +75,7 @@ PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "co
 @pytest.mark.parametrize("tokens", [b"[5, 6]", b"[]", b'["a"]', b"7", None])
 def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstream: Any, tokens: bytes | None) -> None:
     server = upstream(tokenizing(tokens))
-    answer = post(gateway(*in_front_of(server.url)), PREDICTED)
+    answer = post(gateway({}, settings(server.url)), PREDICTED)
     body = json.loads(sent(server)[-1])
     predicted = {"agentspec_prediction": [5, 6]} if tokens == b"[5, 6]" else {}
     assert body == {**json.loads(PREDICTED), "vllm_xargs": {**XARGS, **predicted}, "session_id": "s1"}
@@ -88,31 +85,13 @@ def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstre
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def settings(url: str, folder: Path, **backend: Any) -> Settings:
-    for tenant in ("alice", "bob"):
-        (folder / tenant).write_text(f"key-of-{tenant}")
-    keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
-    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
-    return Settings(
-        server=ServerSettings(api_keys=keys), backends={"up": up}, models={"m": ModelSettings(backend="up")}
-    )
-
-
-def answering(owner: str) -> Any:
-    def script(request: Any) -> None:
-        models = json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()
-        request.answer(models if request.target == "/v1/models" else b'{"choices": []}')
-
-    return script
-
-
 def ask_as(running: Any, tenant: str, **fields: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer key-of-{tenant}", "x-agentspec-session": "s1"}
     return httpx.post(f"{running.url}/v1/chat/completions", json={**CHAT, **fields}, headers=headers, timeout=60)
 
 
 def test_each_tenants_requests_carry_a_salt_of_its_own(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(answering("vllm"))
+    server = upstream(serve("vllm"))
     running = gateway({}, settings(server.url, tmp_path))
     for tenant in ("alice", "bob", "alice"):
         assert ask_as(running, tenant, cache_salt="raw").status_code == 200
@@ -125,7 +104,7 @@ def test_each_tenants_requests_carry_a_salt_of_its_own(gateway: Any, upstream: A
 
 
 def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream: Any, tmp_path: Path) -> None:
-    server = upstream(answering("somebody"))
+    server = upstream(serve("somebody"))
     with pytest.raises(ConfigurationError, match="shared_upstream"):
         Runtime(settings(server.url, tmp_path)).start()
     with pytest.raises(ValueError, match=r"backends\.up\.shared_upstream"):
@@ -133,7 +112,7 @@ def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream
 
 
 def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(answering("somebody"))
+    server = upstream(serve("somebody"))
     running = gateway({}, settings(server.url, tmp_path, shared_upstream=True))
     assert ask_as(running, "alice").status_code == 200
     assert server.requests[-1].json == CHAT
@@ -148,7 +127,7 @@ def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, ups
 
 
 def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(answering("vllm"))
+    server = upstream(serve("vllm"))
     running, sent = gateway({}, settings(server.url, tmp_path)), []
     for tenant in ("alice", "bob"):
         headers = {"authorization": f"Bearer key-of-{tenant}", "x-request-id": "r1", "idempotency-key": "k1"}
@@ -162,30 +141,13 @@ def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tm
     assert not set(sent[0]) & set(sent[1]) and all(one[0].endswith("-r1") and one[1].endswith("-k1") for one in sent)
 
 
-BODY = {"model": "up", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 CLAUDE = {"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}
 TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
 
 
 def send(running: Any, path: str = "/v1/chat/completions", body: Any = BODY, **headers: str) -> httpx.Response:
     return httpx.post(f"{running.url}{path}", json=body, headers=headers, timeout=60)
-
-
-def with_models(owner: str) -> Any:
-    def script(request: Any) -> None:
-        if request.method == "GET":
-            request.answer(json.dumps({"data": [{"id": "x", "owned_by": owner}]}).encode())
-        elif request.target.endswith("completions"):
-            request.answer(b'{"choices":[{"message":{"content":"Hi"},"finish_reason":"stop"}]}')
-        else:
-            request.answer(b"{}", 404)
-
-    return script
-
-
-def through(url: str, server: ServerSettings | None = None, **backend: Any) -> Settings:
-    up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
-    return Settings(server=server or ServerSettings(), backends={"up": up}, models={"up": ModelSettings(backend="up")})
 
 
 def asked(server: Any) -> Any:
@@ -204,8 +166,8 @@ def asked(server: Any) -> Any:
 def test_an_upstream_is_told_in_its_words(
     gateway: Any, upstream: Any, path: str, owner: str, fields: Any, headers: dict[str, str]
 ) -> None:
-    server = upstream(with_models(owner))
-    assert send(gateway({}, through(server.url)), path, **CLAUDE, **TRACE).status_code == 200
+    server = upstream(serve(owner))
+    assert send(gateway({}, settings(server.url)), path, **CLAUDE, **TRACE).status_code == 200
     request = asked(server)
     assert request.json == {**BODY, **fields}
     said = {name: value for name, value in request.headers.items() if name.startswith("x-smg")}
@@ -215,28 +177,25 @@ def test_an_upstream_is_told_in_its_words(
 
 @pytest.mark.parametrize(("owner", "sent"), [("vllm", 4), ("sglang", -4)])
 def test_a_priority_reaches_servers_that_schedule_by_it(gateway: Any, upstream: Any, owner: str, sent: int) -> None:
-    server = upstream(with_models(owner))
+    server = upstream(serve(owner))
     asking = {**BODY, "priority": 4}
-    refused = send(gateway({}, through(server.url)), body=asking)
+    refused = send(gateway({}, settings(server.url)), body=asking)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
     assert "priority of the backend lets clients stand back" in refused.json()["error"]["message"]
-    running = gateway({}, through(server.url, priority="auto"))
+    running = gateway({}, settings(server.url, priority="auto"))
     assert send(running, body=asking).status_code == 200 and asked(server).json["priority"] == sent
     assert send(running, body={**BODY, "priority": -1}).status_code == 400
     nested = {**BODY, "nvext": {"agent_hints": {"priority": 9}}}
     assert send(running, body=nested).status_code == 400
 
 
-def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY_A", "aaa")
-    monkeypatch.setenv("KEY_B", "bbb")
-    keys = ApiKey(tenant="a", key_env="KEY_A"), ApiKey(tenant="b", key_env="KEY_B")
-    server = upstream(with_models("sglang"))
-    running = gateway({}, through(server.url, ServerSettings(api_keys=keys)))
+def test_names_are_each_tenants_own(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+    server = upstream(serve("sglang"))
+    running = gateway({}, settings(server.url, tmp_path))
     parents = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}
     told = []
     for path in ("/v1/chat/completions", "/v1/messages"):
-        for key in ("aaa", "bbb"):
+        for key in ("key-of-alice", "key-of-bob"):
             for given, headers in ((BODY, parents), ({**BODY, "session_id": "s"}, {})):
                 assert send(running, path, given, authorization=f"Bearer {key}", **headers).status_code == 200
                 request = asked(server)
@@ -245,5 +204,5 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, monkeypatch: py
                 assert request.headers.get("x-dynamo-parent-session-id", "") not in ("s", "p")
                 told.append((key, name))
     assert len(set(told)) == 2 and len({name for _, name in told}) == 2
-    odd = send(running, body={**BODY, "session_id": 5}, authorization="Bearer aaa")
+    odd = send(running, body={**BODY, "session_id": 5}, authorization="Bearer key-of-alice")
     assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.proxy.conftest import gateway, shared_gateway, shared_upstream, until, upstream
+from tests.proxy.conftest import gateway, log, shared_gateway, shared_upstream, until, upstream
 
-__all__ = ["gateway", "shared_gateway", "shared_upstream", "until", "upstream"]
+__all__ = ["gateway", "log", "shared_gateway", "shared_upstream", "until", "upstream"]

@@ -75,6 +75,33 @@ def answered(connection: socket.socket) -> int:
     return response.status
 
 
+# ---- C2: many streams --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@sizes(60, 1000)
+def test_c2_streams_at_once_all_arrive_whole_and_leave_nothing_open(
+    gateway: Any, until: Callable[..., None], count: int
+) -> None:
+    running = gateway({"fake": FakeBackend(Answer("word " * 20, latency=0.01))}, max_concurrent=count)
+    state = running.server.server_state
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    until(lambda: not state.connections)
+    before = descriptors()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(ask(running.url, STREAMED)) for _ in range(count)]
+        for stream in streams:
+            response = http.client.HTTPResponse(stream)
+            response.begin()
+            assert (response.status, response.read().count(b"word")) == (200, 20)
+    until(lambda: not state.connections and not state.tasks)
+    until(lambda: descriptors() <= before)
+    assert running.app.limiter.running == running.app.budget.held == 0
+
+
 # ---- C3: slow readers --------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import re
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
-from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.auth import Authenticator
 from agentspec.proxy.middleware import GatewayMiddleware
@@ -227,6 +225,7 @@ async def test_i1_tenants_do_not_read_metrics_and_operators_use_no_models(tmp_pa
     for path in GENERATION:
         answered = await ask(app, "POST", path, operator)
         assert (answered.status, answered.read) == (403, 0), path
+    assert (await ask(app, "GET", "/v1/responses/resp_1", operator)).status == 403
     for path in ("/ready", "/version", "/v1/models", "/v1/models/m"):
         for key in (*KEYS.values(), OPERATOR_KEY):
             assert (await ask(app, "GET", path, [b"Bearer " + key.encode()])).status == 200, path
@@ -349,16 +348,6 @@ async def test_i2_the_engine_drafts_for_a_tenant_from_its_own_text_only(tmp_path
 SECRET, TEXT = "sk-planted-", "planted-text-"
 
 
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """Everything that the process logs at DEBUG, as `serve` would write it."""
-    root, stream = logging.getLogger(), io.StringIO()
-    before = (root.handlers[:], root.level)
-    logs.configure("DEBUG", stream)
-    yield stream
-    root.handlers[:], root.level = before
-
-
 def broken(request: GenerateRequest) -> Any:
     asked = str((request.messages or [{}])[-1]["content"])
     errors = {
@@ -376,11 +365,12 @@ def _caused(cause: Exception) -> Exception:
     return error
 
 
-WORDS = ("engine", "value", "nested", "fine", "refused", "fails", "cut", "gone")
+WORDS = ("engine", "value", "nested", "fine", "refused", "fails", "moved", "cut", "gone")
 ANSWERS: dict[bytes, Callable[[Any], object]] = {
     b"fine": lambda request: request.answer(b'{"choices": [{"message": {"content": "x"}}]}'),
     b"refused": lambda request: request.answer(b'{"error": {"message": "no"}}', 400),
     b"fails": lambda request: request.answer(b"oops", 500),
+    b"moved": lambda request: request.answer(b"{}", 307, location=f"http://{TEXT}/"),
     b"cut": lambda request: (request.head(), request.send(b"data: {")),
     b"gone": lambda request: None,
 }

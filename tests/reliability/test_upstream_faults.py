@@ -7,6 +7,8 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -247,6 +249,43 @@ def test_u8_odd_answers_pass_untouched(cutting: Any, gateway: Any, upstream: Any
         wire, running = body, gateway({}, settings(upstream(lambda request: request.answer(body)).url))
     response = post(running)
     assert (response.status_code, response.content) == (200, wire)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_u9_answers_that_trickle_hold_up_no_other_tenant(
+    gateway: Any, upstream: Any, tmp_path: Path, count: int
+) -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def script(request: Any) -> None:
+        if not request.json["stream"]:
+            return request.answer(b"{}")
+        request.head()
+        begun.release()
+        for at in range(len(WHOLE)):
+            request.send(WHOLE[at : at + 1])
+            go.wait(1)
+
+    for tenant in ("slow", "other"):
+        (tmp_path / tenant).write_text(f"key-of-{tenant}")
+    keys = tuple(ApiKey(tenant=tenant, key_file=tmp_path / tenant) for tenant in ("slow", "other"))
+    server = {"api_keys": keys, "max_concurrent": 2 * count}
+    running = gateway({}, settings(upstream(script).url, server, server_kind="other", shared_upstream=True))
+
+    def ask(tenant: str, stream: bool) -> httpx.Response:
+        headers = {"authorization": f"Bearer key-of-{tenant}"}
+        return httpx.post(f"{running.url}{CHAT}", json={**BODY, "stream": stream}, headers=headers, timeout=120)
+
+    with ThreadPoolExecutor(count) as threads:
+        slow = [threads.submit(ask, "slow", True) for _ in range(count)]
+        try:
+            for _ in slow:
+                assert begun.acquire(timeout=60)
+            assert [ask("other", False).status_code for _ in range(count)] == [200] * count
+            assert not any(one.done() for one in slow)
+        finally:
+            go.set()
+        assert {one.result().content for one in slow} == {WHOLE}
 
 
 KEY = "sk-operator-canary-0123456789"

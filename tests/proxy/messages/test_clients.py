@@ -1,4 +1,4 @@
-"""The unmodified client of Anthropic and the requests of Claude Code, against scripted backends and a local model.
+"""The unmodified client of Anthropic and the requests of Claude Code, against scripted backends.
 
 What each body asks for is in `tests/protocol/golden/messages.jsonl`, recorded requests of Claude Code among them.
 """
@@ -6,7 +6,6 @@ What each body asks for is in `tests/protocol/golden/messages.jsonl`, recorded r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -113,27 +112,6 @@ def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         ask(client, model="other")
     assert missing.value.body["error"]["type"] == "not_found_error"
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_model: Any, shared_gateway: Any) -> Iterator[tuple[anthropic.Anthropic, str]]:
-    from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch import TorchBackend
-
-    backend = TorchBackend.load(TorchSettings(model=str(tiny_model), max_active=2))
-    with client_of(shared_gateway({"m": backend})) as client:
-        yield client, "m"
-
-
-def test_a_model_of_this_process(tiny: tuple[anthropic.Anthropic, str]) -> None:
-    client, _ = tiny
-    greedy = {"temperature": 0}
-    whole = ask(client, extra_body=greedy, max_tokens=12)
-    with client.messages.stream(model="m", max_tokens=12, messages=ASKED, extra_body=greedy) as stream:
-        streamed = stream.get_final_message()
-    assert whole.content[0].text == streamed.content[0].text and whole.usage.output_tokens <= 12
-    counted = client.messages.count_tokens(model="m", messages=ASKED)
-    assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
 def test_a_strategy_counts_by_its_base_model(gateway: Any, closing: Any) -> None:

@@ -16,7 +16,6 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from agentspec.backends.base import Capabilities
-from agentspec.errors import EngineError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, Speculation, Usage
 
@@ -47,8 +46,6 @@ def script(request: GenerateRequest) -> Any:
     if asked == "think":
         thought = {"reasoning": "hm well", "reasoning_content": "hm well"}
         return Answer("", extra=thought, usage=Usage(5, 3, cached_tokens=2, reasoning_tokens=2))
-    if asked == "breaks":
-        return Answer("one two three", error=EngineError("the engine broke"), error_after=2)
     return Answer("brave new wörld", speculation=Speculation(drafted=6, accepted=4, steps=3))
 
 
@@ -71,14 +68,6 @@ def test_whole_and_streamed_answers(client: openai.OpenAI) -> None:
             streamed = stream.get_final_response()
         assert whole.output[0].type == streamed.output[0].type == kind and whole.metadata == {"a": "b"}
         assert (whole.output_text, whole.usage) == (streamed.output_text, streamed.usage)
-
-
-def test_an_answer_that_breaks_fails(client: openai.OpenAI, running: Any) -> None:
-    last = list(client.responses.create(model=MODEL, input="breaks", stream=True))[-1]
-    assert last.type == "response.failed" and last.response.error and last.response.error.code == "server_error"
-    assert running.metric("agentspec_requests_total", route="/v1/responses", model=MODEL, outcome="server_error") == 1
-    with pytest.raises(openai.InternalServerError, match="the engine broke"):
-        client.responses.create(model=MODEL, input="breaks")
 
 
 @pytest.mark.parametrize(
@@ -234,8 +223,6 @@ def agents_script(request: GenerateRequest) -> Any:
         return json.dumps({"place": "Rome", "degrees": 21})
     results = [message["content"] for message in request.messages or () if message["role"] == "tool"]
     names = [tool["function"]["name"] for tool in request.tools]
-    if "transfer_to_expert" in names:
-        return calls_of(("transfer_to_expert", "{}"), reasoning_content="a tool will know")
     if "temperature" in names and "21" not in results:
         return calls_of(("temperature", '{"place": "Rome"}'), reasoning_content="a tool will know")
     return "It has 21 degrees." if "21" in results else "I do not know."
@@ -297,16 +284,6 @@ async def test_streaming(agents: Any, config: Any, temperature: Any) -> None:
     assert text == result.final_output == "It has 21 degrees."
     items = [event.item.type for event in events if event.type == "run_item_stream_event"]
     assert items == ["reasoning_item", "tool_call_item", "tool_call_output_item", "message_output_item"]
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_a_handoff(agents: Any, config: Any, temperature: Any, backend: FakeBackend) -> None:
-    expert = agents.Agent(name="expert", instructions="you know", model=MODEL, tools=[temperature])
-    guide = agents.Agent(name="guide", model=MODEL, handoffs=[expert])
-    result = await agents.Runner.run(guide, "how warm is Rome?", run_config=config)
-    assert result.final_output == "It has 21 degrees." and result.last_agent.name == "expert"
-    assert (backend.requests[-1].messages or [{}])[0]["content"] == "you know"
 
 
 @pytest.mark.slow
