@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
@@ -177,23 +177,21 @@ class LearnedCalls:
         with self._lock:
             learned = set(agent.ids)
         stored = self._store.ids(caller.tenant, caller.agent)
-        forgotten = bool(learned.difference(stored))
-        fresh = [id for id in stored if forgotten or id not in learned]
-        turns = self._store.read(caller.tenant, caller.agent, fresh) if fresh else []
-        rebuilt = CallModel()
-        if forgotten or not learned:
-            _learn(rebuilt, turns)
+        if learned.difference(stored):  # some were forgotten
+            with self._lock:
+                agent.model, agent.ids, learned = CallModel(), set(), set()
+        fresh = [id for id in stored if id not in learned]
+        for turn in self._store.read(caller.tenant, caller.agent, fresh) if fresh else ():
+            with self._lock:  # for one turn at a time: event loops wait for it
+                if turn.id not in agent.ids:
+                    agent.ids.add(turn.id)
+                    _learn(agent.model, turn)
         with self._lock:
-            if forgotten or not agent.ids:  # a turn that was learned since is read the next time
-                agent.model, agent.ids = rebuilt, set(stored)
-            else:
-                _learn(agent.model, [turn for turn in turns if turn.id not in agent.ids])
-                agent.ids.update(fresh)
+            agent.ids.update(fresh)
 
 
-def _learn(model: CallModel, turns: Iterable[StoredTurn]) -> None:
-    for turn in turns:
-        try:
-            model.learn(TurnObservation.from_json(turn.body), turn.session)
-        except Exception as error:  # whatever a damaged turn holds
-            _log.warning("what was learned from a turn is left out: %s", error)
+def _learn(model: CallModel, turn: StoredTurn) -> None:
+    try:
+        model.learn(TurnObservation.from_json(turn.body), turn.session)
+    except Exception as error:  # whatever a damaged turn holds
+        _log.warning("what was learned from a turn is left out: %s", error)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator
+from typing import Any, cast
 
 import pytest
 from langchain.agents import create_agent
@@ -51,10 +51,9 @@ WRITTEN: dict[str, tuple[ToolFormat, str]] = {
 class Writer(FakeBackend):
     """Writes a text, a token for each character, and is cut off after `max_tokens`; "done" after a tool's result."""
 
-    def __init__(self, format: ToolFormat, text: str, *, ends: FinishReason = "length") -> None:
+    def __init__(self, format: ToolFormat, text: str) -> None:
         super().__init__()
         self.format, self.text = format, text
-        self.ends: FinishReason = ends
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         last = (request.messages or [{}])[-1]
@@ -63,55 +62,29 @@ class Writer(FakeBackend):
         said = text[: request.sampling.max_tokens]
         for character in said:
             yield parser.parse(Delta(text=character))
-        ended: FinishReason = "stop"
-        if len(said) < len(text):
-            ended = self.ends
+        ended: FinishReason = "length" if len(said) < len(text) else "stop"
         yield parser.parse(Delta(finish_reason=ended, usage=Usage(1, len(said))))
-
-
-class Outcome(NamedTuple):
-    """What a client makes of an answer: the calls that it may run, and how it ended."""
-
-    calls: list[tuple[str, Any]]
-    ended: str | None
-
-
-def by_langchain(model: ChatAgentSpec, stream: bool) -> Outcome:
-    bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
-    if stream:
-        first, *rest = bound.stream("go")
-        message: Any = first + rest
-    else:
-        message = bound.invoke("go")
-        for call in message.invalid_tool_calls:
-            assert call["args"] and (ONE.startswith(call["args"]) or TWO.startswith(call["args"])) and call["error"]
-    assert isinstance(message, AIMessage)
-    return Outcome(
-        [(call["name"], call["args"]) for call in message.tool_calls], message.response_metadata["finish_reason"]
-    )
 
 
 USUAL = ("hermes", "llama", "named")
 DIALECTS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in WRITTEN]
 
 
-def check(ask: Callable[[int], Outcome], text: str, ended: str, cut: str) -> None:
-    calls: list[Any] = []
-    for at in range(1, len(text) + 1):
-        calls, end = ask(at)
-        assert calls == CALLS[: len(calls)], (at, text[:at])
-        assert end == (ended if at == len(text) else cut), (at, text[:at])
-    assert calls == CALLS
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_cut_call_is_whole_or_invalid_in_langchain(dialect: str, stream: bool) -> None:
+def test_a_cut_call_is_whole_or_invalid_in_langchain(dialect: str) -> None:
     runtime, text = Runtime(backends={"m": Writer(*WRITTEN[dialect])}), WRITTEN[dialect][1]
-    check(
-        lambda at: by_langchain(ChatAgentSpec(model="m", runtime=runtime, max_tokens=at), stream),
-        text, "tool_calls", "length",
-    )  # fmt: skip
+    ran: list[Any] = []
+    for at in range(1, len(text) + 1):
+        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
+        bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
+        whole, [first, *rest] = bound.invoke("go"), [*bound.stream("go")]
+        for call in whole.invalid_tool_calls:
+            assert call["args"] and (ONE.startswith(call["args"]) or TWO.startswith(call["args"])) and call["error"]
+        for message in (whole, cast(AIMessage, first + rest)):
+            ran = [(call["name"], call["args"]) for call in message.tool_calls]
+            assert ran == CALLS[: len(ran)], (at, text[:at])
+            assert message.response_metadata["finish_reason"] == ("tool_calls" if at == len(text) else "length")
+    assert ran == CALLS
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -99,19 +99,6 @@ async def test_a_model_that_knows_nothing_of_us_is_counted_by_its_answer_or_its_
     assert (row.calls, row.prompt_tokens, row.completion_tokens, row.failed_calls) == (2, 7, 3, 1)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_chat_openai_sends_the_labels_as_headers(server: Any, asynchronous: bool) -> None:
-    agent = create_agent(openai(server), [look], middleware=[AgentSpecMiddleware()], name="weather")
-    await ask(agent, asynchronous)
-    sent = server.request_headers
-    assert len(sent) == 2
-    for one in sent:
-        assert one["x-agentspec-session"] == "t1"
-        assert (one["x-agentspec-workflow"], one["x-agentspec-step"]) == ("weather", "model")
-    row = rows()["weather", "model"]
-    assert (row.calls, row.prompt_tokens, row.completion_tokens) == (2, 22, 10)
-
-
 def test_headers_are_not_sent_to_a_vendor_or_when_switched_off_or_where_answers_are_cached(server: Any) -> None:
     sent: list[bool] = []
 

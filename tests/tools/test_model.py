@@ -143,7 +143,7 @@ json_values = st.recursive(
         st.tuples(
             st.sampled_from(["user", "order", "x"]),
             st.dictionaries(st.text(max_size=4), json_values, max_size=3),
-            st.text(),
+            st.text() | st.sampled_from(['{"a": NaN}', "[1e999]", '{"a": [-Infinity, 1]}', "9" * 4000]),
         ),
         max_size=5,
     )

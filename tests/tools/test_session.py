@@ -145,7 +145,12 @@ def outcomes(events: list[ToolEvent]) -> list[str]:
 def test_transcripts_are_equal_with_and_without_early_starts(seed: int, sessions: int) -> None:
     """Sessions of one agent in one world: what earlier ones taught starts tools in the later ones."""
     events: list[ToolEvent] = []
-    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
+
+    def listener(event: ToolEvent) -> None:
+        events.append(event)
+        raise ArithmeticError("a listener that fails harms nothing")
+
+    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=listener)
     with_, without = World(), World()
     for number in range(sessions + 2):
         session = speculator.session(AgentCaller(session=str(number)))
@@ -342,18 +347,6 @@ def test_nothing_starts_after_a_writing_call_was_cancelled() -> None:
     assert session.begin_turn(world.run) == [] and outcomes(events) == ["start", "stale"]
 
 
-@pytest.mark.parametrize("spec", [ToolSpec("write"), ToolSpec("read", injected=True)])
-def test_what_may_not_run_early_never_does(spec: ToolSpec) -> None:
-    call = ToolCall(spec.name, {"id": "A1"})
-    session, events = opened(call)
-    session.offers([spec])
-    for _ in range(3):
-        assert session.begin_turn(pytest.fail) == []
-        session.end_turn([call])
-        assert session.run(call, lambda _: "ran") == "ran"
-    assert not events
-
-
 def begun(session: ToolSession, invoke: Any) -> list[ToolCall]:
     """What a turn starts whose model then fails."""
     started = session.begin_turn(invoke)
@@ -368,17 +361,6 @@ def test_starts_are_bounded() -> None:
     assert len(begun(session, lambda _: release.wait(60))) == AT_ONCE - PER_TURN
     assert begun(session, pytest.fail) == []  # those dropped are running still
     release.set()
-
-
-@pytest.mark.parametrize("result", ['{"a": NaN}', "[1e999]", '{"a": [-Infinity, 1]}', "9" * 4000])
-def test_results_with_numbers_that_json_cannot_hold_harm_nothing(result: str) -> None:
-    session, _ = opened()
-    world = World()
-    for _ in range(3):
-        session.begin_turn(world.run)
-        session.end_turn([CALL])
-        session.returns("read", result)
-    assert session.run(CALL, world.run) == world.run(CALL)
 
 
 @pytest.mark.parametrize("broken", ["predict", "observe"])
@@ -458,12 +440,3 @@ def test_a_call_waits_for_a_tool_that_is_still_running() -> None:
     session.end_turn([CALL])
     threading.Timer(0.01, release.set).start()
     assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["start", "hit"]
-
-
-def test_a_listener_that_fails_harms_nothing() -> None:
-    def fails(event: ToolEvent) -> None:
-        raise ArithmeticError("broken")
-
-    speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=fails)
-    for number in range(4):
-        assert play(speculator.session(AgentCaller(session=str(number))), World(), 3) == play(None, World(), 3)
