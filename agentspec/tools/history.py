@@ -86,11 +86,6 @@ class ToolHistory:
         """The last events, oldest first."""
         return tuple(self._events)
 
-    @property
-    def last_event(self) -> str:
-        """The last event; "" before the first."""
-        return self._events[-1] if self._events else ""
-
     def used(self, tool: str, argument: str) -> set[str]:
         """The values, canonical, that calls of the tool have had in this argument."""
         calls = (call for call in self.made.values() if call.name == tool)

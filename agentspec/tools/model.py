@@ -293,7 +293,8 @@ class CallModel:
     ) -> CallPrediction:
         kind = REPEATED if call.identity in history.made else FIRST
         estimate *= _AGAIN if kind == REPEATED else 1.0
-        outlook = Outlook(call.name, history.last_event, kind == REPEATED, rules)
+        last_event = history.events_before[-1] if history.events_before else ""
+        outlook = Outlook(call.name, last_event, kind == REPEATED, rules)
         probability = self._calibration.corrected(estimate, kind)
         return CallPrediction(call, probability, estimate, kind, self._later.rate(outlook), outlook)
 

@@ -252,8 +252,8 @@ def test_a_model_that_an_early_tool_asks_streams_no_words() -> None:
         session(middleware, number, tools=tools)
     events.clear()
     graph, config = agent(middleware, *SCRIPT, tools=tools), {"configurable": {"thread_id": "streamed"}}
-    told = graph.stream({"messages": [HumanMessage("look at #W1, please")]}, config, stream_mode="messages")
-    words = [message.content for message, _ in told if isinstance(message, AIMessage)]
+    stream = graph.stream({"messages": [HumanMessage("look at #W1, please")]}, config, stream_mode="messages")
+    words = [message.content for message, _ in stream if isinstance(message, AIMessage)]
     assert [event.outcome for event in events] == ["start", "hit"] * 2
     assert words == ["", "", "", "done"], "the words of the agent itself alone"
 
