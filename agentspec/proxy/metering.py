@@ -48,13 +48,15 @@ class Demand:
         return min(self.prompt + self.answer, limit)
 
     def taken(self, answer: RequestAnswer) -> int:
-        """The tokens that the request took: as the model reported them, else by what arrived of its answer. One that
-        failed before any of it arrived is free.
+        """The tokens that the request took: as the model reported them, else by what arrived of an answer that broke off
+        or was left by its client. One that failed before any of it arrived is free.
         """
         if answer.usage is not None:
             return answer.usage.prompt_tokens + answer.usage.completion_tokens
+        if answer.arrived and answer.outcome != "ok":
+            return self.prompt + answer.arrived
         if answer.failed:
-            return self.prompt + answer.arrived if answer.arrived else 0
+            return 0
         return self.prompt + (self.answer if self.bounded else max(self.answer, answer.arrived))
 
 

@@ -228,11 +228,11 @@ def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, ups
     assert post(running, CHAT, "b").headers["x-ratelimit-remaining-tokens"] == "77"
 
 
-@pytest.mark.parametrize(("local", "leaves"), [(False, False), (True, True)])
-def test_an_answer_without_a_bound_is_charged_what_came_of_it(
-    keyed: Any, upstream: Any, local: bool, leaves: bool
+@pytest.mark.parametrize(("local", "leaves", "bound"), [(False, False, None), (True, True, None), (True, True, 3500)])
+def test_a_stream_without_usage_is_charged_what_came_of_it(
+    keyed: Any, upstream: Any, local: bool, leaves: bool, bound: int | None
 ) -> None:
-    """A stream that tells no usage, or whose client leaves before it does, is no way around the limit."""
+    """A stream that reports no usage, or whose client leaves before it does, is no way around the limit."""
     count = 600
     piece = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
     end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
@@ -240,7 +240,7 @@ def test_an_answer_without_a_bound_is_charged_what_came_of_it(
     streaming = upstream(lambda one: one.answer(piece * count + end, 200, STREAM))
     backend = generated if local else streaming.backend(shared_upstream=True)
     running = keyed(backend, tokens_per_minute=5000)
-    body = {"model": "fake", "messages": HI, "stream": True}
+    body = {"model": "fake", "messages": HI, "stream": True, "max_tokens": bound}
     with httpx.stream("POST", running.url + CHAT, json=body, headers={"authorization": "Bearer canary-a"}) as answer:
         lines = (line for line in answer.iter_lines() if line)
         for _ in range(count - 50):
