@@ -1,4 +1,4 @@
-"""The OpenAI-compatible gateway: `create_app` for any ASGI server, `serving.server.serve` to run it."""
+"""The OpenAI-compatible gateway: `create_app` for any ASGI server, `serving.serve` to run it."""
 
 from agentspec.errors import needs_extra
 

@@ -1,4 +1,4 @@
-"""The answer to one request: sent, counted, charged, labelled and logged here, however it is made."""
+"""The answer to one request: sent, counted, charged and logged here, however it is made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestAnswer:
     a client's Authorization header is for it. `anthropic`: the route is of Anthropic's API, and so are its errors.
     `response_headers` are added by the backend, `limit_headers` say where the key stands. `attempt` is the server of a
     pool that answers or failed last; only operators see its name. `settle` is called once with the finished answer, to
-    charge what it took. `watch` sees each message before it is sent.
+    correct the charge. `watch` sees each message before it is sent.
     """
 
     request_id: str

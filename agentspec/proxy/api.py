@@ -95,12 +95,12 @@ Translate = Callable[[Fields, RequestContext, History, bool], tuple[Fields, ApiW
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API. `path` stands below /v1; a backend of this process answers it if it answers `needs`.
+    """One API. `path` is the route below /v1. `needs` is the route that a backend of this process must answer.
 
-    `parse` reads a body's fields for such a backend: requests, and the writer that writes their answers as one.
-    `translate` reads them as a chat for an upstream without the route, where another argument says whether its server
-    applies a chat template; None for APIs that every upstream has. `inspector` follows a stream of an upstream that has
-    the route. `keeps_answers`: answers are stored, and requests continue them.
+    `parse` turns a body's fields into requests for such a backend, and the writer that writes their answers as one.
+    `translate` turns them into a chat for an upstream without the route; its last argument says whether that server
+    applies a chat template. It is None for APIs that every upstream has. `inspector` reads the stream of an upstream
+    that has the route. `keeps_answers`: answers are stored, and later requests can continue them.
     """
 
     path: str

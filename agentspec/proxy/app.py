@@ -39,7 +39,7 @@ from agentspec.settings.load import Settings
 
 QUEUED = 64  # requests that may wait for a local engine, besides those that it runs
 APIS = (CHATS, TEXTS, ANTHROPIC, OPENAI_RESPONSES)
-"""Another API is a folder with a row for this table."""
+"""Where else another API needs a line: docs/structure.md, "Where to find"."""
 
 
 def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMiddleware:

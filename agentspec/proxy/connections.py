@@ -83,7 +83,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, behind a whole request, is dropped: the answer to that one is the last."""
+        """Drop bytes after a whole request that are not HTTP, and close the connection behind its answer."""
         if self._answering and not self.cycle.more_body:
             self.cycle.keep_alive = False
         else:

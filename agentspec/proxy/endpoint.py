@@ -190,8 +190,8 @@ class GenerationEndpoint(GatewayEndpoint):
             await self._translate(context, body, answer, backend)
 
     async def _is_native(self, context: RequestContext, answer: RequestAnswer, backend: OpenAIBackend) -> bool:
-        """Whether the upstream has the route. What one server of a pool stores the others do not have: there, the
-        gateway stores answers itself.
+        """Whether the upstream answers this API itself. In a pool the gateway stores answers, since a server does not
+        have what another one stored.
         """
         if self.api.translate is None:
             return True
@@ -263,7 +263,7 @@ async def _next(tries: Attempts, deadline: Deadline) -> Attempt | None:
 
 
 def _strategy_upstreams(backend: Backend) -> list[OpenAIBackend]:
-    """The upstreams that a strategy asks with what a request wants of it; none for another backend."""
+    """The upstreams of a strategy's roles; none for another backend."""
     roles = backend.roles.values() if isinstance(backend, Strategy) else ()
     found = [role.backend for role in roles if isinstance(role.backend, OpenAIBackend)]
     pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]

@@ -1,4 +1,4 @@
-"""Turns errors into HTTP responses of OpenAI's shape; no other module maps the error classes.
+"""Turns errors into HTTP responses of OpenAI's shape: the one place where classes of errors become statuses.
 
 An upstream's own error is no exception where its answer is passed through: see `forwarding.py`.
 """

@@ -1,7 +1,7 @@
 """Forwards requests to upstream models, and sends the upstream's answers back byte for byte.
 
-Answers are not parsed for what the gateway must know of them (whether one is whole, its counts, a reported error). Only
-events that can tell something are, and they are found by a search for names."""
+The gateway must know whether an answer is whole, its counts, and a reported error. It parses only the events that a
+search for these names finds."""
 
 from __future__ import annotations
 

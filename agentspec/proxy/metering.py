@@ -48,8 +48,8 @@ class Demand:
         return min(self.prompt + self.answer, limit)
 
     def taken(self, answer: RequestAnswer) -> int:
-        """The tokens that the request took: as the model reported them, else by what arrived of an answer that broke off
-        or was left by its client. One that failed before any of it arrived is free.
+        """The tokens that the request took: as the model reported them, else by what arrived of an answer that broke
+        off or whose client left. One that failed before any of it arrived is free.
         """
         if answer.usage is not None:
             return answer.usage.prompt_tokens + answer.usage.completion_tokens

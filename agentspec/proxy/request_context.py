@@ -43,12 +43,13 @@ _OF_HEADERS = {
     "workflow": ("x-dynamo-parent-session-id",),
     "step": ("x-claude-code-agent-id",),
 }
-"""Other headers in which clients name what a label says: of those that a request has, the first."""
+"""For each label the other headers in which clients send it, the preferred first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request: who sent it, what it asks of the gateway, and where it goes. Made once; nothing is read again.
+    """One request: who sent it, what it asks of the gateway, and where it goes. Made once; a pool replaces `route` at
+    each attempt.
 
     `api` is the path of its route. `headers` are those that an upstream gets, empty for a model of this process. `off`
     names the switches to send to servers that draft and store themselves; "store" is among them where the

@@ -1,4 +1,4 @@
-"""The three APIs as a client sees them: a case's body, and its answer read by the SDKs' own types."""
+"""The four APIs as a client sees them: a case's body, and its answer read by the SDKs' own types."""
 
 from __future__ import annotations
 

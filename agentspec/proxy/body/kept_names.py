@@ -29,7 +29,7 @@ def refuse_kept_names(fields: Mapping[str, Any]) -> None:
 def refuse_what_others_keep(fields: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` for a conversation, a prompt or an item that another tenant may have made there.
 
-    The names of responses are not among them: whose they are is known. Files and the like are `refuse_kept_names`'.
+    Names of responses are allowed: the gateway knows their tenants. `refuse_kept_names` checks files and the like.
     """
     for name in ("conversation", "prompt"):
         if fields.get(name) is not None:

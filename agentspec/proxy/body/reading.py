@@ -20,7 +20,7 @@ _CHARSETS = frozenset({"charset=utf-8", "charset=utf8", "charset=us-ascii"})
 async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """The request's body. Reads at most `limit` bytes, whatever Content-Length claims.
 
-    How slowly it may come, the connection and the request's deadline decide. Raises `RequestTooLargeError`, starlette's
+    The connection and the request's deadline bound its time. Raises `RequestTooLargeError`, starlette's
     `ClientDisconnect`, and `InvalidRequestError` for a body that is compressed in either way, not declared as JSON, or
     has both Transfer-Encoding and Content-Length.
     """

@@ -73,7 +73,7 @@ def chat_of(parsed: MessagesRequest) -> GenerateRequest:
 
 
 def read_for_upstream(fields: Fields, templated: bool, *, count: bool = False) -> MessagesRequest:
-    """The request as a chat for an upstream, or with `count` one to count the tokens of."""
+    """The request as a chat for an upstream. With `count` it is only counted, and may end with the assistant."""
     parsed = parse_messages(fields, templated=templated, count=count)
     if parsed.prefilled and not (templated or count):
         message = "the last message must not be the assistant's: this upstream continues no message"

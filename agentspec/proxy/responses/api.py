@@ -25,7 +25,7 @@ from agentspec.proxy.responses.upstreams import ResponsesInspector
 from agentspec.types import Delta, GenerateRequest
 
 UNENFORCED = "x-agentspec-unenforced"
-"""Names the fields for forms of tools' inputs that the model is sent as text, and not held to."""
+"""Header that names fields which only the prompt asks for: forms of tools' inputs that nothing enforces."""
 
 
 class ResponsesWriter(ApiWriter):

@@ -121,7 +121,7 @@ class Keeper:
         return History([item for link in reversed(links) for item in link], size)
 
     async def follow(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, *, several: bool) -> None:
-        """Have the tenant of a response that the upstream of the route stores noted once its id comes.
+        """Record which tenant a response belongs to that the upstream stores, once the upstream sends its id.
 
         With `several` tenants, raises `ResponseNotFoundError` if the request continues a response that its tenant did
         not get there, and `InvalidRequestError` for what another tenant may have stored.

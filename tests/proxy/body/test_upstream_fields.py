@@ -9,8 +9,10 @@ import pytest
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
+from agentspec.proxy.app import APIS
 from agentspec.proxy.body.reading import MAX_DEPTH
 from agentspec.proxy.body.upstream_fields import BY_API, UpstreamFields
+from agentspec.proxy.metering import demand_of
 
 ROUTE = "/any"  # of the operator's list, where the fields of all APIs pass
 
@@ -40,6 +42,12 @@ def test_fields_that_are_not_on_the_list_are_refused(name: str, path: str) -> No
     with pytest.raises(InvalidRequestError, match="is refused") as caught:
         check({"model": "m", name: None}, path)
     assert caught.value.param == name.encode("ascii", "replace").decode()
+
+
+def test_no_api_lacks_a_list_or_a_charge() -> None:
+    """Without a list the fields of all APIs would pass; without a charge an answer without a bound would be free."""
+    paths = {api.path for api in APIS}
+    assert paths <= BY_API.keys() and all(demand_of(path, b"{}", {}).answer for path in paths)
 
 
 def test_fields_of_the_clients_libraries_pass() -> None:
