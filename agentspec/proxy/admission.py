@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -41,20 +41,6 @@ class _TenantQueue:
         return self.running / self.limits.weight, deadline, number
 
 
-@dataclass(slots=True)
-class Slot:
-    """A request's slot, which `release` gives back, if it was not before."""
-
-    _tenant: _TenantQueue
-    _slots: Slots
-    _held: bool = True
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._slots.give_back(self._tenant)
-
-
 class Slots:
     """Bounds the requests that run at once, in all and of each tenant. After `close` no further ones start.
 
@@ -78,8 +64,9 @@ class Slots:
         return sum(len(tenant.waiting) for tenant in self._tenants.values())
 
     @asynccontextmanager
-    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[Slot]:
+    async def enter(self, name: str, deadline_s: float | None = None) -> AsyncIterator[Callable[[], None]]:
         """Hold a slot for a request of the tenant `name`, and wait for it if need be; at most `deadline_s` seconds.
+        Yields what gives it back before the end.
 
         Raises `ShuttingDownError`, and `OverloadedError` if no slot is free in time.
         """
@@ -91,11 +78,9 @@ class Slots:
             await self._wait(tenant, math.inf if deadline_s is None else deadline_s)
         else:
             self._take(tenant)
-        slot = Slot(tenant, self)
-        try:
-            yield slot
-        finally:
-            slot.release()
+        with ExitStack() as slot:
+            slot.callback(self.give_back, tenant)
+            yield slot.close
 
     def close(self) -> None:
         """Refuse all requests that have no slot yet."""

@@ -14,7 +14,6 @@ from agentspec.backends.http import MEMBER_HEADER
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.errors import anthropic_error
 from agentspec.protocol.speculation import StepSpeculation
-from agentspec.proxy.admission import Slot
 from agentspec.proxy.auth import Identity
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.logs import logger
@@ -71,7 +70,7 @@ class RequestAnswer:
     arrived: int = 0  # tokens, about
     body_begun: bool = False
     body_ended: bool = False
-    slot: Slot | None = None
+    release_slot: Callable[[], None] | None = None
     attempt: Attempt | None = None
     settle: Callable[[RequestAnswer], None] | None = None
     watch: Callable[[Message], Awaitable[None]] | None = None
@@ -166,8 +165,8 @@ class RequestAnswer:
         if message["type"] == "http.response.start":
             self.status, self.body_begun = message["status"], True
             message["headers"] = [*self._without_limits(message.get("headers", ())), *self._headers()]
-            if not self.stream and self.slot is not None:
-                self.slot.release()  # a client that reads a whole answer slowly takes no slot from others
+            if not self.stream and self.release_slot is not None:
+                self.release_slot()  # a client that reads a whole answer slowly takes no slot from others
         body, more = message.get("body", b""), message.get("more_body", False)
         while len(body) > PIECE:
             await self.send_on(piece(body[:PIECE]))

@@ -84,7 +84,8 @@ class GatewayEndpoint:
             headers = first_lines(scope)
             policy = read_policy(headers)
             # A client that sends slowly takes no slot from others: its body is here.
-            async with until_disconnect(receive), services.slots.enter(answer.tenant, policy.deadline_s) as answer.slot:
+            slot = services.slots.enter(answer.tenant, policy.deadline_s)
+            async with until_disconnect(receive), slot as answer.release_slot:
                 body.fields = await body.work(parse_object, body.data)
                 route = self._route(body.fields, policy.strategy, answer)
                 cached = services.runtime.settings.cache.store
@@ -130,9 +131,11 @@ class GatewayEndpoint:
         until, patience = context.deadline.at, context.policy.deadline_s
         if patience is not None:
             until = min(until, asyncio.get_running_loop().time() + patience)
+        read = body.held
         tries = Attempts(pool, scoped_call(context.tenant, context.session, blocks), until)
         while (attempt := await _next(tries, context.deadline)) is not None:
             async with attempt:
+                body.hold(read - body.held)  # without the history that a failed try read
                 attempt.when_answered = body.release
                 answer.attempt, answer.response_headers = attempt, {}
                 model = attempt.model or context.route.upstream_model
@@ -143,9 +146,7 @@ class GatewayEndpoint:
 
     async def check(self, context: RequestContext, body: RequestBody) -> None:
         """Raise `InvalidRequestError` for what the upstream of the route may not get."""
-        backend = context.route.backend
-        assert isinstance(backend, OpenAIBackend)
-        await body.work(self._check, body.fields, backend)
+        await body.work(self._check, body.fields, context.upstream)
 
     def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         if self.services.several_tenants:
@@ -163,10 +164,8 @@ class GatewayEndpoint:
         above: bool = False,
     ) -> None:
         """Pass the bytes of the request to the upstream, and those of its answer back."""
-        backend = context.route.backend
-        assert isinstance(backend, OpenAIBackend)
         async with context.deadline.limit():
-            data = await upstream_body(backend, body, context)
+            data = await upstream_body(body, context)
         await forward(context, body, answer, inspector, data, above=above)
 
 
@@ -178,16 +177,19 @@ class GenerationEndpoint(GatewayEndpoint):
 
     async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
         backend = context.route.backend
-        if not isinstance(backend, OpenAIBackend):
-            await self._run(context, body, answer, backend)
-            return
-        await self.check(context, body)
-        if await self._is_native(context, answer, backend):
-            if self.api.keeps_answers:
-                await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
-            await self.pass_on(context, body, answer, self.api.inspector(body.fields))
+        if isinstance(backend, OpenAIBackend):
+            await self.check(context, body)
+            if await self._is_native(context, answer, backend):
+                if self.api.keeps_answers:
+                    await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
+                await self.pass_on(context, body, answer, self.api.inspector(body.fields))
+                return
+            deltas, writer = await self._translate(context, body, answer, backend)
         else:
-            await self._translate(context, body, answer, backend)
+            deltas, writer = await self._run(context, body, answer, backend)
+        if answer.attempt is None:
+            body.release()
+        await Sending(writer, context, body, answer, self.services.keeper).send(deltas)
 
     async def _is_native(self, context: RequestContext, answer: RequestAnswer, backend: OpenAIBackend) -> bool:
         """Whether the upstream answers this API itself. In a pool the gateway stores answers, since a server does not
@@ -200,15 +202,15 @@ class GenerationEndpoint(GatewayEndpoint):
         async with context.deadline.limit():
             return await backend.has_route(self.path, context.headers, context.off)
 
-    async def _run(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: Backend) -> None:
+    async def _run(
+        self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: Backend
+    ) -> tuple[AsyncGenerator[Delta], ApiWriter]:
         self.require_route(backend, answer)
         history = await self._history(context, body)
         requests, writer = await body.work(self._parse, body.fields, context, history, backend)
         if isinstance(backend, AddsHeaders):
             answer.response_headers = backend.response_headers(requests[0])
-        body.release()
-        sending = Sending(writer, context, body, answer, self.services.keeper)
-        await sending.send(self._deltas(requests, context.route))
+        return self._deltas(requests, context.route), writer
 
     def require_route(self, backend: Backend, answer: RequestAnswer) -> None:
         if self.api.needs not in (routes := backend.capabilities.routes):
@@ -245,16 +247,13 @@ class GenerationEndpoint(GatewayEndpoint):
 
     async def _translate(
         self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: OpenAIBackend
-    ) -> None:
+    ) -> tuple[AsyncGenerator[Delta], ApiWriter]:
         """Ask the upstream for a chat completion, and answer with what it says."""
         history = await self._history(context, body)
         async with context.deadline.limit():
             data, writer = await chat_request(self.api, backend, body, context, history)
         answer.response_headers = TRANSLATED
-        if answer.attempt is None:
-            body.release()
-        sending = Sending(writer, context, body, answer, self.services.keeper)
-        await sending.send(chat_deltas(backend, data, context, answer, body.wait_for))
+        return chat_deltas(backend, data, context, answer, body.wait_for), writer
 
 
 async def _next(tries: Attempts, deadline: Deadline) -> Attempt | None:

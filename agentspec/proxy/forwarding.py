@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
@@ -88,11 +87,12 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 1 else 1)
 
 
-class Inspector(ABC):
+class Inspector:
     """Follows a stream that is passed on. Only events that `telling` matches are parsed: text of an answer is JSON too,
     but its quotes are escaped and match nothing.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
+    `counts`: its `usage` and `speculation` so far.
     """
 
     telling: ClassVar[re.Pattern[bytes]]
@@ -100,15 +100,12 @@ class Inspector(ABC):
     def __init__(self) -> None:
         self.done = False
         self.error: Any = None
+        self.counts: dict[str, Any] = {}
 
     @property
     def finished(self) -> bool:
         """Whether nothing is missing if the stream ends here."""
         return self.done or self.error is not None
-
-    @property
-    @abstractmethod
-    def counts(self) -> Delta: ...
 
     def read(self, events: bytes) -> None:
         if self.telling.search(events) is not None:
@@ -116,9 +113,9 @@ class Inspector(ABC):
                 for data in SseDecoder(max_event_bytes=2 * MAX_HELD).feed(events):
                     self.read_event(object_in(data))
 
-    @abstractmethod
     def read_event(self, event: Mapping[str, Any]) -> None:
         """Take the counts, an error or the end from one of the events that are parsed."""
+        raise NotImplementedError
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The event for an `error` that broke the stream off."""
@@ -134,15 +131,10 @@ class StreamInspector(Inspector):
         super().__init__()
         self._choices = choices
         self._finished: set[int] = set()
-        self._counts: dict[str, Any] = {}
 
     @property
     def finished(self) -> bool:
         return super().finished or len(self._finished) >= self._choices
-
-    @property
-    def counts(self) -> Delta:
-        return read_counts(self._counts)
 
     def read(self, events: bytes) -> None:
         if b"[DONE]" not in events and self.telling.search(events) is None:  # one pattern for both takes twice as long
@@ -156,7 +148,7 @@ class StreamInspector(Inspector):
 
     def read_event(self, event: Mapping[str, Any]) -> None:
         self.error = self.error or reported(event)
-        self._counts |= {name: event[name] for name in _COUNTS if event.get(name)}
+        self.counts |= {name: event[name] for name in _COUNTS if event.get(name)}
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and choice.get("finish_reason"):
@@ -196,13 +188,13 @@ def read_counts(counts: Mapping[str, Any]) -> Delta:
 _NO_CONTENT = 204  # has no body and no length of one (RFC 9110, sections 8.6 and 15.3.5)
 
 
-async def upstream_body(backend: OpenAIBackend, body: RequestBody, context: RequestContext) -> bytes:
+async def upstream_body(body: RequestBody, context: RequestContext) -> bytes:
     """The body with the upstream's model name, and with what the backend sends about the client.
 
     Every other byte stays. Token ids are not requested on behalf of a client, which would otherwise get events and
     fields that it did not request.
     """
-    path, fields, model = context.api, body.fields, context.route.upstream_model
+    path, fields, model, backend = context.api, body.fields, context.route.upstream_model, context.upstream
     asked = await with_policy(backend, path, fields, context)
     added = await backend.body_fields(path, context.tenant, context.labels, asked, context.off)
     if not context.store and (
@@ -215,7 +207,7 @@ async def upstream_body(backend: OpenAIBackend, body: RequestBody, context: Requ
 async def with_fields(body: RequestBody, added: Mapping[str, Any]) -> bytes:
     if not added:
         return body.data
-    return await body.work(set_values, body.data, body.fields, added)
+    return await body.work(set_values, body.fields, added)
 
 
 async def forward(
@@ -235,8 +227,7 @@ async def forward(
     until the body's budget has room for it, and its upstream meanwhile. Raises `UpstreamError` and `AnswerMemoryError`
     before anything is sent; a stream that fails later ends with an error event.
     """
-    backend = cast(OpenAIBackend, context.route.backend)
-    sending = backend.forward(
+    sending = context.upstream.forward(
         "GET" if context.method == "HEAD" else context.method,  # our own server leaves the body of the answer out
         path or context.api,
         headers=context.headers,
@@ -312,7 +303,7 @@ async def _send_stream(
         if not (inspector.done or inspector.error):
             answer.interrupt(error)
             rest = splitter.separator() + inspector.failure(error, answer.request_id)
-    answer.count(inspector.counts)
+    answer.count(read_counts(inspector.counts))
     answer.report(inspector.error)
     await answer.send({"type": "http.response.body", "body": rest})
 

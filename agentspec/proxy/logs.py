@@ -10,9 +10,8 @@ import logging
 import sys
 import threading
 from collections import deque
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TextIO, cast
 
 from agentspec.telemetry.safe_errors import class_of, frames_of
@@ -20,16 +19,12 @@ from agentspec.telemetry.safe_errors import class_of, frames_of
 BATCH_SECONDS = 0.02  # lines that come within this time are written together
 MAX_WAITING = 65_536  # lines; further ones are dropped and counted while no reader takes what is written
 STUCK_SECONDS = 2.0
+_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR)
 _encode = json.JSONEncoder(default=repr).encode
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedEvent:
-    event: str
-    fields: dict[str, Any]
-
-    def __str__(self) -> str:
-        return str({**self.fields, "event": self.event})
+class LoggedEvent(dict[str, Any]):
+    """The fields of an event, with its name as `event`."""
 
 
 class EventLogger:
@@ -37,20 +32,12 @@ class EventLogger:
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
+        self.info, self.warning, self.error = (partial(self.log, level) for level in _LEVELS)
 
     def log(self, level: int, event: str, **fields: Any) -> None:
         if self._logger.isEnabledFor(level):
-            said = LoggedEvent(event, fields)
+            said = LoggedEvent(fields, event=event)
             self._logger.handle(logging.LogRecord(self._logger.name, level, "", 0, said, None, None))
-
-    def info(self, event: str, **fields: Any) -> None:
-        self.log(logging.INFO, event, **fields)
-
-    def warning(self, event: str, **fields: Any) -> None:
-        self.log(logging.WARNING, event, **fields)
-
-    def error(self, event: str, **fields: Any) -> None:
-        self.log(logging.ERROR, event, **fields)
 
 
 logger = EventLogger("agentspec.proxy")
@@ -62,10 +49,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         said = cast(object, record.msg)
         line: dict[str, Any]
-        if isinstance(said, LoggedEvent):
-            line = {**said.fields, "event": said.event}
-        else:
-            line = {"event": _message(record), "logger": record.name}
+        line = dict(said) if isinstance(said, LoggedEvent) else {"event": _message(record), "logger": record.name}
         line["level"] = record.levelname.lower()
         second = int(record.created)
         line["timestamp"] = f"{_clock(second)}.{int((record.created - second) * 1e6):06d}Z"

@@ -44,7 +44,7 @@ class Pages:
         self.registry = Metrics(
             version=__version__,
             models=runtime.models(),
-            index_size=lambda: index_size(runtime),
+            indexes=lambda: index_figures(runtime),
             backends=lambda: engine_samples(runtime),
             tenants=limiter.samples,
             members=lambda: runtime.fleet.samples() if runtime.fleet else (),
@@ -121,13 +121,13 @@ class Pages:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
 
 
-def index_size(runtime: Runtime) -> IndexFigures | None:
-    """Figures of the token index and its database; None where there is no index."""
+def index_figures(runtime: Runtime) -> list[IndexFigures]:
+    """Figures of the token index and its database; none where there is no index."""
     if not runtime.keeps_index:
-        return None
+        return []
     stats = runtime.cache.stats()
     held = stats.memory_bytes, stats.sequences
-    return IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)
+    return [IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)]
 
 
 def engine_samples(runtime: Runtime) -> list[EngineSample]:

@@ -113,6 +113,11 @@ class RequestContext:
         )
 
     @property
+    def upstream(self) -> OpenAIBackend:
+        assert isinstance(self.route.backend, OpenAIBackend)
+        return self.route.backend
+
+    @property
     def tenant(self) -> str:
         return self.key.tenant
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from agentspec.backends.pool.backend import PoolBackend
     from agentspec.backends.pool.fleet import Fleet
     from agentspec.cache import SuffixCache
-    from agentspec.cache.side_stores import ResponseStore
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
     from agentspec.reasoning.strategy import Strategy
 
@@ -95,11 +94,6 @@ class Runtime:
             if self._own_cache is None:
                 self._own_cache = self.settings.cache.open()
             return self._own_cache
-
-    @property
-    def responses(self) -> ResponseStore:
-        """The stored answers of the Responses API. Raises `CacheError` if the cache cannot be opened."""
-        return self.cache.responses
 
     def start(self) -> None:
         """Build the backends. Blocks until their models are loaded. Idempotent.

@@ -51,17 +51,12 @@ def _collected(families: Iterable[Family[S]], samples: Iterable[S], *labels: str
         yield metric
 
 
-def _of_index(figures: IndexFigures | None) -> Iterator[Metric]:
-    return iter(()) if figures is None else _collected(INDEX, [figures])
-
-
 class Metrics:
     """Counters and histograms of one gateway, in their own registry.
 
-    `models` are the names that may become a label value; other names are counted as "other". Each scrape calls
-    `index_size`, which returns `IndexFigures` or None, `backends`, which returns the
-    backends' own counts, `tenants`, which returns the counts of each tenant's requests, and `members`, those of the
-    servers of pools.
+    `models` are the names that may become a label value; other names are counted as "other". Each scrape calls the
+    others for samples: `indexes` for the token index, if there is one, `backends` for the counts of engines, `tenants`
+    for those of each tenant's requests, and `members` for those of the servers of pools.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class Metrics:
         *,
         version: str,
         models: Collection[str] = (),
-        index_size: Callable[[], IndexFigures | None] = lambda: None,
+        indexes: Callable[[], Collection[IndexFigures]] = lambda: (),
         backends: Callable[[], Collection[EngineSample]] = lambda: (),
         tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
         members: Callable[[], Iterable[MemberSample]] = lambda: (),
@@ -100,7 +95,7 @@ class Metrics:
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
         )
-        registry.register(_OnScrape(lambda: _of_index(index_size())))
+        registry.register(_OnScrape(lambda: _collected(INDEX, found) if (found := indexes()) else ()))
         registry.register(_OnScrape(lambda: _collected(ENGINE, backends(), "backend")))
         registry.register(_OnScrape(lambda: _collected(TENANT, tenants(), "tenant")))
         registry.register(_OnScrape(lambda: _collected(MEMBER, members(), "backend", "member")))

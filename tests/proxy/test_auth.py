@@ -40,9 +40,10 @@ def get(
         "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers],
     }
     sent: list[Any] = []
+    came = [{"type": "http.request", "body": b'{"model": "fake"}'}]
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b'{"model": "fake"}'}
+        return came.pop() if came else await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         sent.append(message)

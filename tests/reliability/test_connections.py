@@ -192,14 +192,14 @@ def test_c3_whole_answers_at_once_are_bounded_in_memory(
     budget = running.app.budget
     with ExitStack() as stack:
         readers = [stack.enter_context(ask(running.url, BODY, 4096)) for _ in range(2)]
-        until(lambda: budget.held > 7 << 20)
+        until(lambda: budget.memory.total > 7 << 20)
         readers += [stack.enter_context(ask(running.url, BODY, 4096)) for _ in range(2)]
         until(lambda: len(server.requests) == 4)
-        assert budget.held < 9 << 20
+        assert budget.memory.total < 9 << 20
         for reader in readers:
-            assert answered(reader) == 200 and budget.held < 9 << 20
+            assert answered(reader) == 200 and budget.memory.total < 9 << 20
     until(lambda: running.app.limiter.running == 0)
-    assert budget.held == 0
+    assert budget.memory.total == 0
 
 
 @pytest.mark.usefixtures("brief")
@@ -223,7 +223,7 @@ def test_c3_answers_without_a_length_end_in_503_and_not_in_memory(
     assert all(one.status_code == 503 and one.json()["error"]["code"] == "answer_memory" for one in refused)
     assert all(one.headers["retry-after"] == "1" for one in refused)
     until(lambda: running.app.limiter.running == 0)
-    assert running.app.budget.held == 0 and post(0).content == content
+    assert running.app.budget.memory.total == 0 and post(0).content == content
 
 
 @pytest.mark.usefixtures("brief")

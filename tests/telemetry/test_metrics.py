@@ -9,7 +9,7 @@ from agentspec.types import Speculation
 
 
 def test_everything_is_rendered() -> None:
-    metrics = Metrics(version="1.2.3", models=["m"], index_size=lambda: IndexFigures(4096, 3, 2, 5, 1.5, True))
+    metrics = Metrics(version="1.2.3", models=["m"], indexes=lambda: [IndexFigures(4096, 3, 2, 5, 1.5, True)])
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)

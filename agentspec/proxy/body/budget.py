@@ -50,12 +50,8 @@ class BodyBudget:
         """A request's body that is not read yet, as a context whose end gives back all that the request holds."""
         return RequestBody(self, tenant)
 
-    @property
-    def held(self) -> int:
-        return self.memory.total
-
     async def run(self, tenant: str, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function(*arguments)`, which works on a body of `size` bytes: in a thread if it is large."""
+        """The result of `function(*arguments)`, which works on `size` bytes: in a thread if they are many."""
         if size <= INLINE_BYTES:
             return function(*arguments)
         return await self._threads.run(tenant, function, *arguments)
@@ -74,24 +70,24 @@ class BodyBudget:
 
 
 class RequestBody:
-    """The body of one request, read as `fields`, and what the request holds of a budget: for the body with what is read
-    besides, and for a large answer.
+    """The body of one request, read as `fields`, and what the request holds of a budget: `held` bytes for the body with
+    what is read besides, and others for a large answer.
     """
 
-    __slots__ = ("_answer", "_body", "_budget", "_collected", "data", "fields", "tenant")
+    __slots__ = ("_answer", "_budget", "_collected", "data", "fields", "held", "tenant")
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
         self.data = b""
         self.fields: Mapping[str, Any] = {}
-        self._body = self._answer = self._collected = 0
+        self.held = self._answer = self._collected = 0
 
     def __enter__(self) -> RequestBody:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.hold(-self._body)
+        self.hold(-self.held)
         if self._answer:
             self.hold(-self._answer, answer=True)
 
@@ -140,7 +136,7 @@ class RequestBody:
 
     async def work(self, function: Callable[..., T], *arguments: Any) -> T:
         """The result of work on the body, in a thread if the body is large."""
-        return await self._budget.run(self.tenant, self._body, function, *arguments)
+        return await self._budget.run(self.tenant, self.held, function, *arguments)
 
     async def work_on_answer(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> T:
         """The result of work on an answer of `size` bytes, or of as many as are held of it."""
@@ -151,5 +147,5 @@ class RequestBody:
         if answer:
             self._answer += size
         else:
-            self._body += size
+            self.held += size
         self._budget.add(self.tenant, size, answer=answer)

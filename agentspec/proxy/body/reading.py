@@ -102,10 +102,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def set_values(body: bytes, fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """`body`, which holds `fields`, as it is if nothing is `added`; else written again, with the new keys first."""
-    if not added:
-        return body
+def set_values(fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """A body with these `fields` and what is `added`, the new keys first."""
     value = {**{name: added[name] for name in added if name not in fields}, **fields, **added}
     try:
         return orjson.dumps(value)

@@ -14,10 +14,10 @@ from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.requests import parse_chat
 from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.errors import anthropic_error_event
-from agentspec.proxy.forwarding import Inspector, read_counts
+from agentspec.proxy.forwarding import Inspector
 from agentspec.proxy.request_context import RequestContext
 from agentspec.reasoning.strategy import Strategy
-from agentspec.types import Delta, GenerateRequest
+from agentspec.types import GenerateRequest
 
 
 class MessagesInspector(Inspector):
@@ -27,14 +27,10 @@ class MessagesInspector(Inspector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._usage: dict[str, Any] = {}
+        self.counts["usage"] = {}
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         return anthropic_error_event(error, request_id)
-
-    @property
-    def counts(self) -> Delta:
-        return read_counts({"usage": self._usage})
 
     def read_event(self, event: Mapping[str, Any]) -> None:
         kind, message = event.get("type"), event.get("message")
@@ -43,7 +39,7 @@ class MessagesInspector(Inspector):
             self.error = self.error or event.get("error") or kind
         usage = event.get("usage") if kind == "message_delta" else isinstance(message, dict) and message.get("usage")
         if isinstance(usage, dict):
-            self._usage |= {name: count for name, count in usage.items() if count is not None}
+            self.counts["usage"] |= {name: count for name, count in usage.items() if count is not None}
 
 
 class _Writer(ApiWriter):

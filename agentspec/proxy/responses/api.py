@@ -120,9 +120,7 @@ def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[S
 def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
     """The request as a chat. Only servers that apply a chat template take earlier thoughts, others refuse them."""
     request = _read(fields, history)
-    backend = context.route.backend
-    assert isinstance(backend, OpenAIBackend)
-    _check_history(history, backend)
+    _check_history(history, context.upstream)
     messages = [
         {name: value for name, value in message.items() if templated or name != "reasoning_content"}
         for message in request.messages(history)

@@ -147,7 +147,7 @@ class Keeper:
 
     @property
     def _store(self) -> ResponseStore:
-        return self.runtime.responses
+        return self.runtime.cache.responses
 
 
 def _missing(id: str, wanted: str) -> ResponseNotFoundError:

@@ -13,8 +13,7 @@ from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.items import is_id
 from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
 from agentspec.proxy.errors import error_response
-from agentspec.proxy.forwarding import Inspector, read_counts
-from agentspec.types import Delta
+from agentspec.proxy.forwarding import Inspector
 
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,15})')
@@ -28,12 +27,7 @@ class ResponsesInspector(Inspector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._response: Mapping[str, Any] = {}
         self._number = -1
-
-    @property
-    def counts(self) -> Delta:
-        return read_counts(self._response)
 
     def read(self, events: bytes) -> None:
         if numbers := _NUMBER.findall(events):
@@ -52,8 +46,8 @@ class ResponsesInspector(Inspector):
             self.error = self.error or event
         if kind in _ENDS:
             self.done = True
-            self._response = response if isinstance(response, dict) else {}
-            self.error = self.error or self._response.get("error")
+            self.counts = response if isinstance(response, dict) else {}
+            self.error = self.error or self.counts.get("error")
 
 
 Found = Callable[[str], Awaitable[None]]

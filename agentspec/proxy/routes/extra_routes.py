@@ -58,9 +58,8 @@ class ExtraRoute(GatewayEndpoint):
         await super(ExtraRoute, self)._try(context, body, answer, pool)
 
     async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
-        backend, model = context.route.backend, context.route.upstream_model
-        assert isinstance(backend, OpenAIBackend)
-        self._refuse_unsalted(backend)
+        model = context.route.upstream_model
+        self._refuse_unsalted(context.upstream)
         await self.check(context, body)
         asked = body.fields.get("model")
         data = await with_fields(body, {"model": model} if isinstance(asked, str) and asked != model else {})

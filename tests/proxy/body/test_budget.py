@@ -48,7 +48,7 @@ def test_a_tenant_may_hold_half_of_the_memory_and_gives_it_back(
         assert begun.acquire(timeout=60)
         go.set()
         assert [one.result().status_code for one in held] == [200, 200]
-    until(lambda: running.app.budget.held == 0)
+    until(lambda: running.app.budget.memory.total == 0)
     assert post("a", 400_000).status_code == 200
 
 
@@ -84,7 +84,7 @@ def test_a_translated_answer_stays_within_the_memory(
     for _ in ("small", "large"):
         answers.append(httpx.post(f"{running.url}{path}", json=asked, timeout=60))
         until(lambda: running.app.limiter.running == 0)
-        assert running.app.budget.held == 0
+        assert running.app.budget.memory.total == 0
     small, large = answers
     assert small.status_code == 200 and small.text.count("x") >= 200_000 and "max_body_memory" not in small.text
     kept = not streamed or path.endswith("responses")  # a stream of messages is passed on as it comes

@@ -192,12 +192,11 @@ def test_only_the_model_is_replaced(others: dict[str, Any], name: str) -> None:
         fields = parse_object(body)
     except InvalidRequestError:  # half a surrogate pair
         return
-    assert parse_object(set_values(body, fields, {"model": name})) == {**others, "model": name}
+    assert parse_object(set_values(fields, {"model": name})) == {**others, "model": name}
 
 
-def test_a_body_to_which_nothing_is_added_keeps_its_bytes() -> None:
+def test_a_body_is_written_again_with_the_new_fields_first() -> None:
     body = b' {\n"x":1.10, "mod\\u0065l" :"a","z":"\\u00e9\\/", "n":100000000000000000000}'
-    assert set_values(body, parse_object(body), {}) is body
-    assert set_values(body, parse_object(body), {"k": 1, "model": "b"}) == (
+    assert set_values(parse_object(body), {"k": 1, "model": "b"}) == (
         '{"k":1,"x":1.1,"model":"b","z":"\u00e9/","n":100000000000000000000}'.encode()
     )
