@@ -99,7 +99,7 @@ def test_c2_streams_at_once_all_arrive_whole_and_leave_nothing_open(
             assert (response.status, response.read().count(b"word")) == (200, 20)
     until(lambda: not state.connections and not state.tasks)
     until(lambda: descriptors() <= before)
-    assert running.app.limiter.running == running.app.budget.held == 0
+    assert running.app.limiter.running == running.app.budget.memory.total == 0
 
 
 # ---- C3: slow readers --------------------------------------------------------------------------------------------
