@@ -272,6 +272,7 @@ class _CustomTool(_ToolObject):
 
 
 _TOOLS: dict[str, type[_ToolObject]] = {"function": _FunctionTool, "custom": _CustomTool}
+KINDS = tuple(_TOOLS)  # what a client sends as a type may be no string, nor hashable
 
 
 class _Namespace(_ToolObject):
@@ -342,12 +343,12 @@ def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | Clien
         return choice, [*tools]
     asked: Mapping[str, Any] = choice if isinstance(choice, dict) else {}
     kind = asked.get("type")
-    if kind in _TOOLS:
+    if kind in KINDS:
         return _named(asked, tools), [*tools]
     mode, listed = (asked.get("mode", "auto"), asked.get("tools")) if kind == "allowed_tools" else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list):
         raise _wrong_choice(f"must be {', '.join(CHOICES)}, a function or custom tool by name, or allowed_tools")
-    if any(not isinstance(one, dict) or one.get("type") not in _TOOLS for one in listed):
+    if any(not isinstance(one, dict) or one.get("type") not in KINDS for one in listed):
         raise _wrong_choice("may allow functions and custom tools only")
     keys = {_named(one, tools).key for one in listed}
     return mode, [tool for tool in tools if tool.key in keys]
