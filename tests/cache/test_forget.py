@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Decode, Scope, select
 from agentspec.cache.index import IndexDrafter
-from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError, InvalidRequestError
 from agentspec.types import Namespace
@@ -587,15 +586,12 @@ def test_a_deletion_that_the_database_interrupts_is_applied_later(
         record(cache, CANARY, session="a")
         record(cache, text(1, 40), session="b")
         cache.on_forget(reported.append)
-        failures, stored = iter([None]), SequenceStore.stored
 
-        def fails_once(store: SequenceStore, numbers: Sequence[int]) -> set[int]:
-            for _ in failures:
-                raise CacheUnavailableError("the connection was lost")
-            return stored(store, numbers)
+        def fails(*_: object) -> set[int]:
+            raise CacheUnavailableError("the connection was lost")
 
-        monkeypatch.setattr(SequenceStore, "stored", fails_once)
-        with pytest.raises(CacheError, match="connection was lost"):
+        with monkeypatch.context() as lost, pytest.raises(CacheError, match="connection was lost"):
+            lost.setattr("agentspec.cache.storage.sequence_store.SequenceStore.stored", fails)
             cache.forget(session="a")
         cache.forget(session="another")
         assert cache.stats().sequences == 1, "the deleted one would be drafted until the process ends"

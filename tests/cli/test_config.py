@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from agentspec.backends.openai.isolation import TenantIsolation
+from agentspec.backends.openai import TenantIsolation
 
 UPSTREAM = '[backends.up]\nkind = "openai"\nbase_url = "http://127.0.0.1:1/v1"\n'
 

@@ -17,9 +17,7 @@ import orjson
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.proxy import endpoint
 from agentspec.proxy.body import reading
-from agentspec.proxy.body.budget import INLINE_BYTES
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
@@ -28,6 +26,7 @@ pytestmark = pytest.mark.reliability
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 JSON = {"content-type": "application/json"}
+INLINE_BYTES = 1 << 16  # up to this size a body is read on the loop
 
 
 def configured(url: str, **server: Any) -> tuple[dict[str, Any], Settings]:
@@ -167,7 +166,7 @@ def test_c1_large_bodies_leave_the_loop_free(gateway: Any, monkeypatch: pytest.M
             assert go.wait(60)
         return reading.parse_object(body)
 
-    monkeypatch.setattr(endpoint, "parse_object", slow)
+    monkeypatch.setattr("agentspec.proxy.endpoint.parse_object", slow)
     url = gateway({"local": FakeBackend("fine")}).url
     small = {"model": "local", "messages": [{"role": "user", "content": "hi"}]}
     large = {"model": "local", "messages": [{"role": "user", "content": "x" * INLINE_BYTES}]}

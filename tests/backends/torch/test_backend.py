@@ -15,7 +15,6 @@ import pytest
 from agentspec.backends.base import Backend
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.backend import LONG_PROMPT
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher, GrammarTrial
 from agentspec.cache import SuffixCache
 from agentspec.errors import (
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.anyio
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+LONG_PROMPT = 1 << 16  # characters: longer ones take turns
 
 
 @pytest.fixture
