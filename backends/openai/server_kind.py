@@ -67,7 +67,9 @@ class ServerDetector:
 
     async def kind(self) -> ServerKind | None:
         """What it is; None if it has never answered."""
-        return self._configured or await self._kind.get(lambda: _look(self._endpoint))
+        if self._configured:
+            return self._configured
+        return await self._kind.get(lambda: _look(self._endpoint))
 
     async def is_vllm(self) -> bool:
         """Whether it is vLLM. A server that has never answered counts as another, and gets no field it might refuse."""

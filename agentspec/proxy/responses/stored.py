@@ -171,9 +171,8 @@ class StoredRoute:
             id = scope["path_params"]["id"]
             async with deadline.limit():
                 stored = await self._find(answer.tenant, id)
-                if stored.backend is None:
-                    found = await self._body(Request(scope), stored)
-            if stored.backend is None:
+                found = await self._body(Request(scope), stored) if stored.backend is None else None
+            if found is not None:
                 await respond(answer, json_response(found))
             else:
                 await self._forward(scope, answer, stored, deadline)
