@@ -56,7 +56,7 @@ class ServerDetector:
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
         self._endpoint = endpoint
         self._configured = configured_kind(settings)
-        self._kind = _Result[ServerKind](self._configured)
+        self._kind: _Result[ServerKind] = _Result(self._configured)
         self._drafter = _Result[DrafterInfo]()
         self._routes: dict[str, _Result[bool]] = {}
 
@@ -67,9 +67,9 @@ class ServerDetector:
 
     async def kind(self) -> ServerKind | None:
         """What it is; None if it has never answered."""
-        if self._configured:
-            return self._configured
-        return await self._kind.get(lambda: _look(self._endpoint))
+        if self._configured is None:
+            await self._kind.get(lambda: _look(self._endpoint))
+        return self._kind.value
 
     async def is_vllm(self) -> bool:
         """Whether it is vLLM. A server that has never answered counts as another, and gets no field it might refuse."""
