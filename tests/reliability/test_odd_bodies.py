@@ -7,6 +7,7 @@ import json
 import pkgutil
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +343,39 @@ def as_vllm(request: Any) -> None:
     }
     found = next((body for path, body in answers.items() if request.target.startswith(path)), None)
     request.answer(found or b"{}", 200 if found else 404)
+
+
+SAID = [{"role": "user", "content": "hi"}]
+SMALL: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 3},
+    "/v1/completions": {"prompt": "x", "max_tokens": 3},
+    "/v1/responses": {"input": "x", "max_output_tokens": 16},
+    "/v1/messages": {"messages": SAID, "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": SAID},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/embeddings": {"input": "x"},
+}
+WRONG: list[Any] = [
+    None, True, 0, -1, 1.5, 10**30, 2**63, "", "x", "\0", "\ud800", "NaN", [], [[]], [None], [["a", "b"]],
+    ["a", 1, {}], {}, {"": None}, {"a": {"a": []}}, {"\ud800": 1}, [[[[[[]]]]]], {"type": 5}, {"type": "x"},
+    {"type": []}, [{"type": "text"}], [{"type": "function", "function": None}], [{"role": None}], [{"role": "tool"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.002, id="some"), pytest.param(0.02, id="many", marks=pytest.mark.slow),
+              pytest.param(1.0, id="all", marks=pytest.mark.long)],
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["local", "up"])
+def test_c1_no_wrong_type_of_any_field_is_an_error_of_ours(client: httpx.Client, model: str, share: float) -> None:
+    chosen, statuses = random.Random(5), set[int]()
+    for path, base in SMALL.items():
+        named = "e" if model == "local" and path == EMBEDDINGS else model
+        for name, value in product(sorted(fields()), WRONG):
+            if chosen.random() < share:
+                response = client.post(path, content=json.dumps({"model": named, **base, name: value}))
+                statuses.add(response.status_code)
+                assert response.status_code < 500, (path, name, value, response.text)
+                assert response.status_code < 400 or response.json()["error"]["message"], (path, name, value)
+    assert {200, 400} <= statuses
