@@ -113,9 +113,8 @@ class SuffixCache:
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         _require_bytes(memory_bytes=memory_bytes, responses_bytes=responses_bytes)
-        optional = {"tenant_memory_bytes": tenant_memory_bytes, "disk_bytes": disk_bytes}
-        optional |= {"tenant_disk_bytes": tenant_disk_bytes}
-        _require_bytes(**{name: limit for name, limit in optional.items() if limit is not None})
+        limits = {"tenant_memory_bytes": tenant_memory_bytes, "tenant_disk_bytes": tenant_disk_bytes}
+        _require_bytes(disk_bytes=disk_bytes, **limits, optional=True)
         try:
             term = None if retention is None else seconds_of(retention, "retention")
         except InvalidRequestError as error:
@@ -355,8 +354,10 @@ class SuffixCache:
             done.callback(self._pool.namespaces.relieve)
 
 
-def _require_bytes(**limits: object) -> None:
+def _require_bytes(*, optional: bool = False, **limits: object) -> None:
     for name, limit in limits.items():
+        if optional and limit is None:
+            continue
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}", param=name)
 

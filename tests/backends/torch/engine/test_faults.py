@@ -118,7 +118,7 @@ async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
         failed += stats.failed
         await backend.aclose()
         at += every
-    assert at > 80 and failed > 0
+    assert at > 100 and failed > 3
 
 
 @pytest.mark.anyio
