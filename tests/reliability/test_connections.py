@@ -178,7 +178,7 @@ def test_c3_a_whole_answer_is_written_in_pieces(gateway: Any, upstream: Any) -> 
             highest = max(highest, most_buffered(running))
             time.sleep(0.01)
         assert 0 < highest <= MOST_BUFFERED
-    answer = httpx.post(running.url + CHAT, json=BODY)
+    answer = httpx.post(running.url + CHAT, json=BODY, timeout=60)
     assert answer.content == content and answer.headers["content-length"] == str(len(content))
 
 
