@@ -31,10 +31,6 @@ class _TenantQueue:
     waiting: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
 
     @property
-    def at_limit(self) -> bool:
-        return self.limits.max_concurrent is not None and self.running >= self.limits.max_concurrent
-
-    @property
     def turn(self) -> tuple[float, float, int]:
         """The tenant with the least is next: the one with the fewest slots for its weight."""
         deadline, number, _ = self.waiting[0]
@@ -114,7 +110,8 @@ class Slots:
             raise
 
     def _has_room(self, tenant: _TenantQueue) -> bool:
-        return self.running < self._most and not tenant.at_limit
+        most = tenant.limits.max_concurrent
+        return self.running < self._most and (most is None or tenant.running < most)
 
     def _take(self, tenant: _TenantQueue) -> None:
         tenant.running += 1
@@ -150,26 +147,13 @@ def _closed() -> ShuttingDownError:
     return ShuttingDownError("the server is shutting down; send the request elsewhere or later")
 
 
-class Deadlines:
-    def __init__(self) -> None:
-        self._running: WeakSet[Deadline] = WeakSet()
-
-    def start(self, seconds: float) -> Deadline:
-        """The time limit of one request, which `interrupt` can bring forward."""
-        deadline = Deadline(seconds)
-        self._running.add(deadline)
-        return deadline
-
-    def interrupt(self, error: AgentSpecError) -> None:
-        """End the running requests with `error`."""
-        for deadline in tuple(self._running):
-            deadline.interrupt(error)
-
-
 class Deadline:
-    """The time limit of one request, which starts when the object is created, by the clock of the running loop."""
+    """The time limit of one request, which starts when the object is created, by the clock of the running loop. It is
+    among the `running` ones until nothing refers to it.
+    """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, running: WeakSet[Deadline]) -> None:
+        running.add(self)
         self.at = asyncio.get_running_loop().time() + seconds
         self._seconds = seconds
         self._interruption: AgentSpecError | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -164,7 +164,10 @@ class RequestAnswer:
             await self.watch(message)
         if message["type"] == "http.response.start":
             self.status, self.body_begun = message["status"], True
-            message["headers"] = [*self._without_limits(message.get("headers", ())), *self._headers()]
+            given = message.get("headers", ())
+            if self.limit_headers:  # an upstream's limits are not the key's
+                given = [pair for pair in given if not pair[0].startswith(_LIMITS)]
+            message["headers"] = [*given, *self._headers()]
             if not self.stream and self.release_slot is not None:
                 self.release_slot()  # a client that reads a whole answer slowly takes no slot from others
         body, more = message.get("body", b""), message.get("more_body", False)
@@ -173,10 +176,6 @@ class RequestAnswer:
             message, body = {**message, "body": body[PIECE:]}, body[PIECE:]
         await self.send_on(message)
         self.body_ended = message["type"] == "http.response.body" and not more
-
-    def _without_limits(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
-        """An upstream's headers, without those on its limits where the key has limits here."""
-        return (pair for pair in headers if not (self.limit_headers and pair[0].startswith(_LIMITS)))
 
     def _headers(self) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", self.request_id.encode()

@@ -1,9 +1,8 @@
-"""What the gateway must know of an API to answer its requests, and how the answers are sent: as JSON, or as events."""
+"""What the gateway must know of an API to answer its requests, and the form of its answers: JSON, or events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,11 +10,9 @@ import orjson
 from starlette.responses import Response
 
 from agentspec.backends.base import CHAT
-from agentspec.errors import InvalidRequestError
 from agentspec.protocol.responses import Accumulator, ResponseWriter, obfuscated
 from agentspec.protocol.wire import DONE, encode, event, named_event
-from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
-from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.errors import error_event
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import Delta, GenerateRequest
@@ -23,7 +20,6 @@ from agentspec.types import Delta, GenerateRequest
 if TYPE_CHECKING:
     from agentspec.cache.stored import StoredResponse
     from agentspec.proxy.forwarding import Inspector
-    from agentspec.proxy.responses.stored import Keeper
 
 Fields = Mapping[str, Any]
 History = Sequence[dict[str, Any]]
@@ -100,80 +96,16 @@ class Api:
     `parse` turns a body's fields into requests for such a backend, and the writer that writes their answers as one.
     `translate` turns them into a chat for an upstream without the route; its last argument says whether that server
     applies a chat template. It is None for APIs that every upstream has. `inspector` reads the stream of an upstream
-    that has the route. `keeps_answers`: answers are stored, and later requests can continue them.
+    that has the route, if it is not one of chunks. `keeps_answers`: answers are stored, and later requests can continue
+    them.
     """
 
     path: str
     parse: Parse
-    inspector: Callable[[Fields], Inspector]
     translate: Translate | None = None
+    inspector: Callable[[], Inspector] | None = None
     needs: str = CHAT
     keeps_answers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """Sends the answer to one request in the form that `writer` gives it, and stores it if it is to be."""
-
-    writer: ApiWriter
-    context: RequestContext
-    body: RequestBody
-    answer: RequestAnswer
-    keeper: Keeper
-
-    async def send(self, deltas: AsyncGenerator[Delta]) -> None:
-        """Send the answer that `deltas` are.
-
-        An error before the first delta is raised and gets its own HTTP status; a later one ends a stream with an event.
-        """
-        answer, writer, stream = self.answer, self.writer, self.context.stream
-        answer.stream, answer.response_headers = stream, {**answer.response_headers, **writer.headers}
-        try:
-            async with aclosing(deltas):
-                await (self._send_events(deltas) if stream else self._send_whole(deltas))
-        except InvalidRequestError as error:
-            error.param = error.param and writer.own_name(error.param)
-            raise
-
-    async def _send_whole(self, deltas: AsyncGenerator[Delta]) -> None:
-        body, writer = self.body, self.writer
-        async with self.context.deadline.limit():
-            async for delta in deltas:
-                await body.grow(delta.size)
-                self.answer.add(delta)
-                writer.add(delta)
-        for _ in writer.close():
-            pass
-        await self._store()
-        await respond(self.answer, await body.work_on_answer(lambda: json_response(writer.body())))
-
-    async def _send_events(self, deltas: AsyncGenerator[Delta]) -> None:
-        answer, writer, limit = self.answer, self.writer, self.context.deadline.limit
-        async with limit():
-            delta: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
-        await answer.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        try:
-            async with limit():
-                while delta is not None:
-                    if writer.holds_answer:
-                        await self.body.grow(delta.size)
-                    answer.add(delta)
-                    for event in writer.events(delta):
-                        await answer.send(piece(event))
-                    delta = await anext(deltas, None)
-            closing = [*writer.close()]
-            await self._store()
-            for event in [*closing, *writer.last()]:
-                await answer.send(piece(event))
-        except Exception as error:
-            answer.interrupt(error)
-            for event in writer.failure(error, answer.request_id):
-                await answer.send(piece(event))
-        await answer.send({"type": "http.response.body", "body": b""})
-
-    async def _store(self) -> None:
-        if (response := self.writer.to_store(self.context, self.answer.seconds)) is not None:
-            self.writer.stored(await self.keeper.put(response))
 
 
 def json_response(value: Any, status: int = 200) -> Response:

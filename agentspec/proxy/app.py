@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from weakref import WeakSet
 
 import anyio
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError, ShuttingDownError
-from agentspec.proxy.admission import Deadlines, Slots
+from agentspec.proxy.admission import Deadline, Slots
 from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.completions.api import CHATS, TEXTS
@@ -52,7 +53,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     server = settings.server
     limiter = Slots(server, _most_at_once(settings))
     budget = BodyBudget(server.max_body_memory, shared=bool(server.api_keys))
-    deadlines = Deadlines()
+    deadlines: WeakSet[Deadline] = WeakSet()
     pages = Pages(runtime, limiter)
     services = Services(
         runtime,

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
-from agentspec.backends.pool.pool import Attempt, Attempts, Pool
+from agentspec.backends.pool.pool import Attempts, Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.placement import prompt_blocks, scoped_call
 from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
-from agentspec.proxy.admission import Deadline, Deadlines, Slots, until_disconnect
+from agentspec.proxy.admission import Deadline, Slots, until_disconnect
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.api import Api, ApiWriter, History, Sending
+from agentspec.proxy.answering import answer_here
+from agentspec.proxy.api import Api
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget, RequestBody
 from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.upstream_fields import UpstreamFields
-from agentspec.proxy.completions.prompts import merged
-from agentspec.proxy.completions.translation import TRANSLATED, chat_deltas, chat_request
 from agentspec.proxy.forwarding import Inspector, StreamInspector, expected_choices, forward, upstream_body
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_context import RequestContext, first_lines
-from agentspec.reasoning.strategy import Strategy
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 from agentspec.telemetry.metrics import OTHER
-from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.proxy.responses.stored import Keeper
@@ -53,7 +49,7 @@ class Services:
     settings: ServerSettings
     slots: Slots
     budget: BodyBudget
-    deadlines: Deadlines
+    deadlines: WeakSet[Deadline]
     metering: Metering | None
     keeper: Keeper
     several_tenants: bool
@@ -78,7 +74,7 @@ class GatewayEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, answer = self.services, RequestAnswer.of(scope)
-        deadline = services.deadlines.start(services.settings.request_timeout)
+        deadline = Deadline(services.settings.request_timeout, services.deadlines)
         with services.budget.body(answer.tenant) as body:
             await self._read(Headers(scope=scope), body.counting(receive), body, deadline)
             headers = first_lines(scope)
@@ -132,8 +128,12 @@ class GatewayEndpoint:
         if patience is not None:
             until = min(until, asyncio.get_running_loop().time() + patience)
         read = body.held
-        tries = Attempts(pool, scoped_call(context.tenant, context.session, blocks), until)
-        while (attempt := await _next(tries, context.deadline)) is not None:
+        tries = Attempts(pool, scoped_call(context.tenant, context.labels.session, blocks), until)
+        while True:
+            async with context.deadline.limit():
+                attempt = await anext(tries, None)
+            if attempt is None:
+                return
             async with attempt:
                 body.hold(read - body.held)  # without the history that a failed try read
                 attempt.when_answered = body.release
@@ -176,22 +176,19 @@ class GenerationEndpoint(GatewayEndpoint):
     api: Api
 
     async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
-        backend = context.route.backend
-        if isinstance(backend, OpenAIBackend):
+        if isinstance(context.route.backend, OpenAIBackend):
             await self.check(context, body)
-            if await self._is_native(context, answer, backend):
+            if await self.is_forwarded(context, answer):
                 if self.api.keeps_answers:
                     await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
-                await self.pass_on(context, body, answer, self.api.inspector(body.fields))
+                await self.pass_on(context, body, answer, self._inspector(body.fields))
                 return
-            deltas, writer = await self._translate(context, body, answer, backend)
-        else:
-            deltas, writer = await self._run(context, body, answer, backend)
-        if answer.attempt is None:
-            body.release()
-        await Sending(writer, context, body, answer, self.services.keeper).send(deltas)
+        await answer_here(self.api, self.services, context, body, answer)
 
-    async def _is_native(self, context: RequestContext, answer: RequestAnswer, backend: OpenAIBackend) -> bool:
+    def _inspector(self, fields: Mapping[str, Any]) -> Inspector:
+        return self.api.inspector() if self.api.inspector else StreamInspector(expected_choices(self.path, fields))
+
+    async def is_forwarded(self, context: RequestContext, answer: RequestAnswer) -> bool:
         """Whether the upstream answers this API itself. In a pool the gateway stores answers, since a server does not
         have what another one stored.
         """
@@ -200,73 +197,7 @@ class GenerationEndpoint(GatewayEndpoint):
         if self.api.keeps_answers and answer.attempt is not None:
             return False
         async with context.deadline.limit():
-            return await backend.has_route(self.path, context.headers, context.off)
-
-    async def _run(
-        self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: Backend
-    ) -> tuple[AsyncGenerator[Delta], ApiWriter]:
-        self.require_route(backend, answer)
-        history = await self._history(context, body)
-        requests, writer = await body.work(self._parse, body.fields, context, history, backend)
-        if isinstance(backend, AddsHeaders):
-            answer.response_headers = backend.response_headers(requests[0])
-        return self._deltas(requests, context.route), writer
-
-    def require_route(self, backend: Backend, answer: RequestAnswer) -> None:
-        if self.api.needs not in (routes := backend.capabilities.routes):
-            refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {self.path}"
-            raise InvalidRequestError(f"the model {answer.model!r} {refused}", param="model")
-
-    def _parse(
-        self, fields: Mapping[str, Any], context: RequestContext, history: History, backend: Backend
-    ) -> tuple[Sequence[GenerateRequest], ApiWriter]:
-        self.check_roles(fields, backend)
-        requests, writer = self.api.parse(fields, context, history)
-        return [context.sign(request) for request in requests], writer
-
-    def check_roles(self, fields: Mapping[str, Any], backend: Backend) -> None:
-        """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
-        for upstream in _strategy_upstreams(backend):
-            check_amounts(fields, self.path, self.services.settings)
-            UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
-
-    async def _history(self, context: RequestContext, body: RequestBody) -> History:
-        previous = body.fields.get("previous_response_id") if self.api.keeps_answers else None
-        if not isinstance(previous, str):  # another value is refused where the fields are read
-            return ()
-        async with context.deadline.limit():
-            history = await self.services.keeper.history(context.tenant, previous)
-        body.take(history.size)
-        return history.items
-
-    def _deltas(self, requests: Sequence[GenerateRequest], route: Route) -> AsyncGenerator[Delta]:
-        if len(requests) == 1:
-            return self.services.runtime.answer(requests[0], route)
-        answers = [partial(self.services.runtime.answer, request, route) for request in requests]
-        return merged(answers, requests[0].sampling.n)
-
-    async def _translate(
-        self, context: RequestContext, body: RequestBody, answer: RequestAnswer, backend: OpenAIBackend
-    ) -> tuple[AsyncGenerator[Delta], ApiWriter]:
-        """Ask the upstream for a chat completion, and answer with what it says."""
-        history = await self._history(context, body)
-        async with context.deadline.limit():
-            data, writer = await chat_request(self.api, backend, body, context, history)
-        answer.response_headers = TRANSLATED
-        return chat_deltas(backend, data, context, answer, body.wait_for), writer
-
-
-async def _next(tries: Attempts, deadline: Deadline) -> Attempt | None:
-    async with deadline.limit():
-        return await anext(tries, None)
-
-
-def _strategy_upstreams(backend: Backend) -> list[OpenAIBackend]:
-    """The upstreams of a strategy's roles; none for another backend."""
-    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
-    found = [role.backend for role in roles if isinstance(role.backend, OpenAIBackend)]
-    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
-    return [*found, *(member.backend for pool in pools for member, _ in pool.members())]
+            return await context.upstream.has_route(self.path, context.headers, context.off)
 
 
 def _model(fields: Mapping[str, Any]) -> str:

@@ -268,7 +268,7 @@ async def _send_whole(response: UpstreamResponse, content: bytes, answer: Reques
         if answer.anthropic:
             content = anthropic_error(content, response.status, answer.request_id)
     elif not response.is_encoded:
-        counts, error = await body.work_on_answer(read_answer, content, size=len(content))
+        counts, error = await body.work(read_answer, content, size=len(content))
         answer.count(counts)
         answer.arrived = len(content) // BYTES_PER_TOKEN  # where no usage is reported
         answer.report(error)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -16,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.errors import PermissionDeniedError, RequestTooLargeError
-from agentspec.proxy.admission import Deadlines, Slots
+from agentspec.proxy.admission import Deadline, Slots
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
@@ -59,7 +60,7 @@ class GatewayMiddleware:
     authenticator: Authenticator
     hosts: HostCheck
     limiter: Slots
-    deadlines: Deadlines
+    deadlines: WeakSet[Deadline]
     metrics: Metrics
     loading: Loading
     budget: BodyBudget

@@ -121,11 +121,7 @@ class RequestContext:
     def tenant(self) -> str:
         return self.key.tenant
 
-    @property
-    def session(self) -> str | None:
-        return self.labels.session
-
-    def sign(self, request: GenerateRequest) -> GenerateRequest:
+    def complete(self, request: GenerateRequest) -> GenerateRequest:
         """`request` with the tenant, labels and switches, and with the policy where the body says nothing."""
         policy, target = self.policy, request.latency_target_ms_per_token
         return replace(

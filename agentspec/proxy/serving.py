@@ -78,7 +78,8 @@ class GatewayServer(uvicorn.Server):
         late.cancel()
 
     def _interrupt(self) -> None:
-        self._app.deadlines.interrupt(ShuttingDownError("the server is shutting down: this answer is cut short"))
+        for deadline in tuple(self._app.deadlines):
+            deadline.interrupt(ShuttingDownError("the server is shutting down: this answer is cut short"))
 
 
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:

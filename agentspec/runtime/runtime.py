@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from agentspec.reasoning.strategy import Strategy
 
 
+MOST_ROUTES = 1024  # names whose routes are remembered: those that only the upstream knows are any number
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The backend that serves a model name, and the backend's own name for the model.
@@ -114,7 +117,6 @@ class Runtime:
             self._limit_upstreams()
             self._strategies = self._strategies or build_strategies(self.settings, self._backend, self._knowledge)
             self._started = True
-            self._routes = {name: self.route(name) for name in self.models()}
 
     async def start_for(self, model: str) -> None:
         """Call `start` in a thread unless it is done. Raises `ModelNotFoundError` first, and what `start` raises."""
@@ -152,13 +154,16 @@ class Runtime:
         """
         if strategy is None and self.ready and (known := self._routes.get(model)):
             return known
-        model = self._directory.with_strategy(self.aliases.resolve(model), strategy)
+        asked, model = model, self._directory.with_strategy(self.aliases.resolve(model), strategy)
         backend_name, upstream_model = self._directory.find(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
         backend = self._strategies.get(model) or self._backend(backend_name)
         upstream = model not in self._strategies and self._directory.is_upstream(backend_name)
-        return Route(backend_name, backend, upstream_model, model if model in self._directory else None, upstream)
+        route = Route(backend_name, backend, upstream_model, model if model in self._directory else None, upstream)
+        if strategy is None and len(self._routes) < MOST_ROUTES:
+            self._routes[asked] = route
+        return route
 
     def base_of(self, model: str) -> Route:
         """The route of a plain model; of a strategy, that of its base model. Raises as `route` does."""

@@ -14,7 +14,7 @@ from agentspec.backends.http import Endpoint, Transport, UpstreamResponse
 from agentspec.backends.openai import fields as wire
 from agentspec.backends.openai.fields import GOAL, PRIORITY, SESSION
 from agentspec.backends.openai.isolation import SALT, TenantIsolation
-from agentspec.backends.openai.server_kind import ServerDetector, ServerKind
+from agentspec.backends.openai.server_kind import ServerDetector
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
@@ -46,6 +46,7 @@ class Upstream:
         self.endpoint = Endpoint(settings, name=name, transport=transport, address=address)
         self.aclose, self.leave_loop = self.endpoint.aclose, self.endpoint.leave_loop
         self._detector = ServerDetector(self.endpoint, settings)
+        self.server_kind = self._detector.kind  # what the server is; None if it has never answered
         self._isolation: TenantIsolation | None = None
 
     def forward(
@@ -146,10 +147,6 @@ class Upstream:
         if wire.takes_switches(kind, CHAT) and not wire.takes_switches(kind, path):
             return False
         return (self._apart is None or path in _LABELLED) and await self._detector.has_route(path, headers)
-
-    async def server_kind(self) -> ServerKind | None:
-        """What the upstream is; None if it has never answered."""
-        return await self._detector.kind()
 
     async def keeps_latency(self, path: str) -> bool:
         """Whether the upstream's drafts serve latency goals first: it runs our drafter, and `path` can carry goals."""

@@ -1,8 +1,12 @@
-"""The fields of requests that upstreams may get, by API and by kind of server; types of tools; templates' arguments."""
+"""What upstreams may get: the fields of each API and kind of server, types of tools, arguments of templates, and which
+parts of a request are text, media, or neither.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
@@ -66,3 +70,74 @@ TEMPLATE_ARGUMENTS = frozenset(
     "enable_thinking thinking thinking_mode thinking_budget reasoning_effort preserve_thinking clear_thinking"
     " add_vision_id date_string tools_in_user_message model_identity builtin_tools".split()
 )
+
+# These fields hold text, or a schema or grammar for text: no server takes an address from them.
+TEXT_FIELDS = frozenset(
+    "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
+    " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
+    " grammar stop_regex logit_bias instructions stop_sequences output_config output_format metadata".split()
+)
+# Of calls; what was cited and found, which clients send back; what stands in logs for the server's own tools.
+_CALLS = frozenset("tool_calls function_call arguments parameters input_schema input_examples".split())
+_CITED = frozenset({"annotations", "citations"})
+_MESSAGE_TEXT = frozenset(
+    "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
+    " signature tool_call_id messages transcript".split()
+)
+_TOOL_TEXT = frozenset("name description title definition syntax pattern examples type".split())
+MEDIA = frozenset(
+    "url image_url input_image video_url audio_url file_url image images video videos audio audios file path".split()
+)
+ENCODED = frozenset("data file_data input_audio b64_json".split())
+TENSORS = re.compile(r"\w+_(?:embeds|pil)")  # parts that a server unpickles
+# Strings of objects of these types are what the server's own search said, or the text of a document.
+TEXT_BY_TYPE = {
+    "text": frozenset({"data"}),
+    "search_result": frozenset({"source"}),
+    "web_search_result": frozenset({"url"}),
+    "web_fetch_result": frozenset({"url"}),
+}
+# Other gateways read the accounts and addresses of clouds and logging services from `metadata`.
+ACCOUNTS = re.compile(
+    r"(?:langfuse|langsmith|humanloop|arize|posthog|phoenix|wandb|weave|braintrust|lunary|slack|newrelic|litellm"
+    r"|aws|azure|vertex|gcs|s3)_.*|api_?base|base_?url|model_?url|user_config"
+    r"|.*(?:(?:api|access|secret|private)_?key(?:_?id)?|secret|password|credentials?|(?:access|auth|bearer)_?token)",
+    re.IGNORECASE,
+)
+TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # which vLLM also takes from `vllm_xargs`
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """How a part of a request is checked: which values are passed over, which strings are text, which are media."""
+
+    skipped: Set[str] = frozenset()
+    text: Set[str] = frozenset()
+    media: bool = False
+    inner: Mapping[str, Region] = field(default_factory=dict)  # parts of it that are checked by rules of their own
+
+
+OTHER = Region()
+_TOOLS = Region(skipped=_CALLS, text=_TOOL_TEXT)
+_MESSAGES = Region(skipped=_CALLS | _CITED, text=_MESSAGE_TEXT, media=True)
+# Items of the Responses API: results of calls are text, and so is what earlier answers searched.
+_ITEMS = replace(
+    _MESSAGES,
+    skipped=_CALLS | _CITED | {"action", "results"},
+    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id", "arguments"},
+    inner={"tools": _TOOLS},  # that the conversation adds, or that were searched for
+)
+# Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.
+_RANKED = frozenset("documents query queries text_1 text_2".split())
+_PARTS = replace(_MESSAGES, text=_MESSAGE_TEXT | _RANKED)
+REGIONS = {
+    "text": Region(skipped=frozenset({"schema"}), text=_TOOL_TEXT),
+    "input": _ITEMS,
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "messages": replace(_MESSAGES, skipped=_CALLS | _CITED | {"input"}),  # of a `tool_use` block, its arguments
+    **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
+    **dict.fromkeys(_RANKED, _PARTS),
+    # Where a document is from is text for the chat template.
+    "documents": replace(_PARTS, text=_PARTS.text | {"url"}, inner=dict.fromkeys(MEDIA | {"content"}, _PARTS)),
+}

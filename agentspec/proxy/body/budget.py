@@ -44,17 +44,11 @@ class BodyBudget:
         self.memory = _Memory(limit, shared=shared)
         self.answers = _Memory(limit // 2, shared=shared)  # of these bytes
         self._freed = asyncio.Event()  # the next time that memory is given back
-        self._threads = TenantThreads(PARSING_THREADS, "agentspec-body")
+        self.threads = TenantThreads(PARSING_THREADS, "agentspec-body")
 
     def body(self, tenant: str) -> RequestBody:
         """A request's body that is not read yet, as a context whose end gives back all that the request holds."""
         return RequestBody(self, tenant)
-
-    async def run(self, tenant: str, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function(*arguments)`, which works on `size` bytes: in a thread if they are many."""
-        if size <= INLINE_BYTES:
-            return function(*arguments)
-        return await self._threads.run(tenant, function, *arguments)
 
     def add(self, tenant: str, size: int, *, answer: bool) -> None:
         self.memory.add(tenant, size)
@@ -71,25 +65,25 @@ class BodyBudget:
 
 class RequestBody:
     """The body of one request, read as `fields`, and what the request holds of a budget: `held` bytes for the body with
-    what is read besides, and others for a large answer.
+    what is read besides, and `answer` bytes for a large answer.
     """
 
-    __slots__ = ("_answer", "_budget", "_collected", "data", "fields", "held", "tenant")
+    __slots__ = ("_budget", "_collected", "answer", "data", "fields", "held", "tenant")
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
         self.data = b""
         self.fields: Mapping[str, Any] = {}
-        self.held = self._answer = self._collected = 0
+        self.held = self.answer = self._collected = 0
 
     def __enter__(self) -> RequestBody:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.hold(-self.held)
-        if self._answer:
-            self.hold(-self._answer, answer=True)
+        if self.answer:
+            self.hold(-self.answer, answer=True)
 
     def release(self) -> None:
         """Drop the body, which is not needed any more: an answer can take minutes."""
@@ -130,22 +124,20 @@ class RequestBody:
     async def grow(self, size: int) -> None:
         """Have room for `size` bytes more of an answer, of which the first 64 KiB need none. Raises as `wait_for`."""
         self._collected += size
-        missing = self._collected - INLINE_BYTES - self._answer
+        missing = self._collected - INLINE_BYTES - self.answer
         if missing > 0:
             await self.wait_for(-(-missing // INLINE_BYTES) * INLINE_BYTES)  # seldom, however small its pieces are
 
-    async def work(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of work on the body, in a thread if the body is large."""
-        return await self._budget.run(self.tenant, self.held, function, *arguments)
-
-    async def work_on_answer(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> T:
-        """The result of work on an answer of `size` bytes, or of as many as are held of it."""
-        return await self._budget.run(self.tenant, self._answer if size is None else size, function, *arguments)
+    async def work(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> T:
+        """The result of work on the body, or on `size` bytes of something else: in a thread if they are many."""
+        if (self.held if size is None else size) <= INLINE_BYTES:
+            return function(*arguments)
+        return await self._budget.threads.run(self.tenant, function, *arguments)
 
     def hold(self, size: int, *, answer: bool = False) -> None:
         """Hold `size` bytes more, or fewer if it is negative, without asking whether there is room."""
         if answer:
-            self._answer += size
+            self.answer += size
         else:
             self.held += size
         self._budget.add(self.tenant, size, answer=answer)

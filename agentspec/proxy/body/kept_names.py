@@ -16,10 +16,11 @@ _CITED = ("annotations", "citations")  # which file was read, sent back to who r
 
 def refuse_kept_names(fields: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` for the name of a file, a store or a container at the upstream."""
-    if (container := fields.get("container")) and _names_container(container):
-        raise kept_elsewhere("container")
-    if isinstance(container, dict) and (key := _kept_name(container)) is not None:
+    container = fields.get("container")
+    if isinstance(container, dict) and (key := "id" if container.get("id") else _kept_name(container)) is not None:
         raise kept_elsewhere(f"container.{key}")
+    if container and isinstance(container, str):
+        raise kept_elsewhere("container")
     for name in _LISTS:
         for index, one in enumerate(objects(fields.get(name))):
             if (key := _kept_name(one)) is not None:
@@ -82,7 +83,3 @@ def _parts(one: dict[str, Any]) -> Iterator[Any]:
     for key, given in one.items():
         if key not in (*_SCHEMAS, *_CITED) and not (key == "input" and kind.endswith("tool_use")):
             yield given
-
-
-def _names_container(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and bool(value.get("id")))

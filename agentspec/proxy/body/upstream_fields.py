@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
@@ -19,7 +18,23 @@ from starlette.types import Scope
 from agentspec.backends.base import COUNT_TOKENS, MESSAGES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
-from agentspec.proxy.body.allowed_fields import BY_API, BY_KIND, OTHER_ROUTES, TEMPLATE_ARGUMENTS, TOOL_TYPES
+from agentspec.proxy.body.allowed_fields import (
+    ACCOUNTS,
+    BY_API,
+    BY_KIND,
+    ENCODED,
+    MEDIA,
+    OTHER,
+    OTHER_ROUTES,
+    REGIONS,
+    TEMPLATE_ARGUMENTS,
+    TENSORS,
+    TEXT_BY_TYPE,
+    TEXT_FIELDS,
+    TOOL_TYPES,
+    TRANSFERS,
+    Region,
+)
 
 _HEAD = 256  # characters of a value that decide what it is
 # What URL parsers skip: blanks and controls in front, tabs and line ends everywhere.
@@ -89,78 +104,6 @@ def check_head(scope: Scope) -> None:
             raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
 
 
-# These fields hold text, or a schema or grammar for text: no server takes an address from them.
-_TEXT_FIELDS = frozenset(
-    "model suffix stop bad_words user safety_identifier prompt_cache_key response_format guided_json guided_regex"
-    " guided_choice guided_grammar guided_whitespace_pattern structured_outputs structural_tag regex ebnf json_schema"
-    " grammar stop_regex logit_bias instructions stop_sequences output_config output_format metadata".split()
-)
-# Of calls; what was cited and found, which clients send back; what stands in logs for the server's own tools.
-_CALLS = frozenset("tool_calls function_call arguments parameters input_schema input_examples".split())
-_CITED = frozenset({"annotations", "citations"})
-_MESSAGE_TEXT = frozenset(
-    "role name content text prompt input prediction thinking refusal reasoning reasoning_content summary title context"
-    " signature tool_call_id messages transcript".split()
-)
-_TOOL_TEXT = frozenset("name description title definition syntax pattern examples type".split())
-_MEDIA = frozenset(
-    "url image_url input_image video_url audio_url file_url image images video videos audio audios file path".split()
-)
-_ENCODED = frozenset("data file_data input_audio b64_json".split())
-_TENSORS = re.compile(r"\w+_(?:embeds|pil)")  # parts that a server unpickles
-# Strings of objects of these types are what the server's own search said, or the text of a document.
-_TEXT_BY_TYPE = {
-    "text": frozenset({"data"}),
-    "search_result": frozenset({"source"}),
-    "web_search_result": frozenset({"url"}),
-    "web_fetch_result": frozenset({"url"}),
-}
-# Other gateways read the accounts and addresses of clouds and logging services from `metadata`.
-_ACCOUNTS = re.compile(
-    r"(?:langfuse|langsmith|humanloop|arize|posthog|phoenix|wandb|weave|braintrust|lunary|slack|newrelic|litellm"
-    r"|aws|azure|vertex|gcs|s3)_.*|api_?base|base_?url|model_?url|user_config"
-    r"|.*(?:(?:api|access|secret|private)_?key(?:_?id)?|secret|password|credentials?|(?:access|auth|bearer)_?token)",
-    re.IGNORECASE,
-)
-_TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # which vLLM also takes from `vllm_xargs`
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """How a part of a request is checked: which values are passed over, which strings are text, which are media."""
-
-    skipped: Set[str] = frozenset()
-    text: Set[str] = frozenset()
-    media: bool = False
-    inner: Mapping[str, _Region] = field(default_factory=dict)  # parts of it that are checked by rules of their own
-
-
-_OTHER = _Region()
-_TOOLS = _Region(skipped=_CALLS, text=_TOOL_TEXT)
-_MESSAGES = _Region(skipped=_CALLS | _CITED, text=_MESSAGE_TEXT, media=True)
-# Items of the Responses API: results of calls are text, and so is what earlier answers searched.
-_ITEMS = replace(
-    _MESSAGES,
-    skipped=_CALLS | _CITED | {"action", "results"},
-    text=_MESSAGE_TEXT | {"output", "encrypted_content", "call_id", "id", "arguments"},
-    inner={"tools": _TOOLS},  # that the conversation adds, or that were searched for
-)
-# Of rerankers, and of chats about documents: texts, or parts as messages have them, with media that vLLM fetches.
-_RANKED = frozenset("documents query queries text_1 text_2".split())
-_PARTS = replace(_MESSAGES, text=_MESSAGE_TEXT | _RANKED)
-_REGIONS = {
-    "text": _Region(skipped=frozenset({"schema"}), text=_TOOL_TEXT),
-    "input": _ITEMS,
-    "tools": _TOOLS,
-    "functions": _TOOLS,
-    "messages": replace(_MESSAGES, skipped=_CALLS | _CITED | {"input"}),  # of a `tool_use` block, its arguments
-    **dict.fromkeys(("prompt", "prediction", "system"), _MESSAGES),
-    **dict.fromkeys(_RANKED, _PARTS),
-    # Where a document is from is text for the chat template.
-    "documents": replace(_PARTS, text=_PARTS.text | {"url"}, inner=dict.fromkeys(_MEDIA | {"content"}, _PARTS)),
-}
-
-
 _Place = tuple[Any, Any]
 """Where a value is: the place of what holds it, None for the request, and its key there."""
 
@@ -185,8 +128,8 @@ class UpstreamFields:
         for name in ("tools", "input"):
             self._check_tools(fields.get(name), name)
         for name, value in fields.items():
-            if name not in _TEXT_FIELDS:
-                self._walk({name: value}, _REGIONS.get(name, _OTHER))
+            if name not in TEXT_FIELDS:
+                self._walk({name: value}, REGIONS.get(name, OTHER))
 
     def check_template_arguments(self, arguments: Any) -> None:
         """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
@@ -209,7 +152,7 @@ class UpstreamFields:
             raise InvalidRequestError("metadata must be an object", param="metadata")
         for parent, inner in (("metadata", metadata), ("vllm_xargs", fields.get("vllm_xargs"))):
             for name in inner if isinstance(inner, dict) else ():
-                if name in _TRANSFERS or (parent == "metadata" and _ACCOUNTS.fullmatch(name[:128])):
+                if name in TRANSFERS or (parent == "metadata" and ACCOUNTS.fullmatch(name[:128])):
                     raise _refused(f"{parent}.{name}")
 
     def _check_tools(self, tools: Any, path: str) -> None:
@@ -227,7 +170,7 @@ class UpstreamFields:
         """Whether the type is known. Those of Anthropic's and some of OpenAI's tools end in a date."""
         return kind in TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
 
-    def _walk(self, value: Any, region: _Region, nearest: str = "", at: _Place | None = None) -> None:
+    def _walk(self, value: Any, region: Region, nearest: str = "", at: _Place | None = None) -> None:
         """Check all strings in an object or array, in order; `nearest` is the last name on the way to it.
 
         It calls itself for each level: bodies have few.
@@ -236,7 +179,7 @@ class UpstreamFields:
         text = _text_of(value) if named else frozenset()
         for key, one in cast("Iterable[tuple[Any, Any]]", value.items() if named else enumerate(value)):
             name, place = key if named else nearest, (at, key)
-            if region.media and named and _TENSORS.fullmatch(key) and key not in self._added:
+            if region.media and named and TENSORS.fullmatch(key) and key not in self._added:
                 raise _refused(_path(place))
             if type(one) is str:
                 if name not in region.text and key not in text:
@@ -244,25 +187,25 @@ class UpstreamFields:
             elif type(one) in (dict, list) and key not in region.skipped:
                 self._walk(one, region.inner.get(key, region), name, place)
 
-    def _check_string(self, text: str, nearest: str, region: _Region, place: _Place) -> None:
+    def _check_string(self, text: str, nearest: str, region: Region, place: _Place) -> None:
         media = region.media
-        if media and nearest in _MEDIA:
+        if media and nearest in MEDIA:
             harmless = is_inline(text)
-        elif media and nearest in _ENCODED:
+        elif media and nearest in ENCODED:
             harmless = is_inline(text) or is_base64(text)
         elif media and nearest == "type":
-            harmless = not _TENSORS.fullmatch(text) or text in self._added
+            harmless = not TENSORS.fullmatch(text) or text in self._added
         else:
             harmless = not is_address(text)
         if not harmless and not is_on(text, self._hosts):
             path = _path(place)
-            wanted = "must be a data: URL" if media and nearest in _MEDIA | _ENCODED else "may not name an address"
+            wanted = "must be a data: URL" if media and nearest in MEDIA | ENCODED else "may not name an address"
             raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
 
 
 def _text_of(value: Mapping[str, Any]) -> Set[str]:
     kind = value.get("type")
-    return _TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    return TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
 
 
 def _refused(path: str, hint: str = "") -> InvalidRequestError:

@@ -12,7 +12,6 @@ from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ChatWriter
 from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.completions.prompts import several_prompts
-from agentspec.proxy.forwarding import StreamInspector, expected_choices
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import MAX_CHOICES, GenerateRequest
 
@@ -41,10 +40,5 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
     return [request for request, _ in parsed], ApiWriter(CompletionWriter(whole, form, per_prompt))
 
 
-CHATS = Api(CHAT, _parse_chat, lambda fields: StreamInspector(expected_choices(CHAT, fields)))
-TEXTS = Api(
-    COMPLETIONS,
-    _parse_completions,
-    lambda fields: StreamInspector(expected_choices(COMPLETIONS, fields)),
-    needs=COMPLETIONS,
-)
+CHATS = Api(CHAT, _parse_chat)
+TEXTS = Api(COMPLETIONS, _parse_completions, needs=COMPLETIONS)

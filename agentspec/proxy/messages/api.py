@@ -82,4 +82,4 @@ def _translate(fields: Fields, context: RequestContext, history: History, templa
     return parsed.chat, _writer(fields, parsed)
 
 
-ANTHROPIC = Api(MESSAGES, _parse, lambda fields: MessagesInspector(), _translate)
+ANTHROPIC = Api(MESSAGES, _parse, _translate, MessagesInspector)

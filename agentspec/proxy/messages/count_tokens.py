@@ -14,6 +14,7 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import UpstreamStatusError
 from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
 from agentspec.proxy.answer import RequestAnswer
+from agentspec.proxy.answering import check_roles, require_route
 from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.body.budget import RequestBody
@@ -35,7 +36,7 @@ class CountTokensEndpoint(GenerationEndpoint):
         backend = context.route.backend
         if isinstance(backend, OpenAIBackend):
             await self.check(context, body)
-            if await self._is_native(context, answer, backend):
+            if await self.is_forwarded(context, answer):
                 await self.pass_on(context, body, answer, MessagesInspector())
                 return
         async with context.deadline.limit():
@@ -47,7 +48,7 @@ class CountTokensEndpoint(GenerationEndpoint):
             templated = await backend.server_kind() in TEMPLATED
             parsed = await body.work(lambda: read_for_upstream(body.fields, templated, count=True))
             return await _of_server(backend, context.route.upstream_model, parsed)
-        self.require_route(backend, answer)
+        require_route(self.api, backend, answer)
         parsed = await body.work(self._read_here, body.fields, backend)
         base = await self._base_of(body.fields["model"])
         if isinstance(base.backend, OpenAIBackend):
@@ -58,7 +59,7 @@ class CountTokensEndpoint(GenerationEndpoint):
         return await _of_model(base.backend, request, base.backend.capabilities.context_length)
 
     def _read_here(self, fields: Mapping[str, Any], backend: Backend) -> MessagesRequest:
-        self.check_roles(fields, backend)
+        check_roles(fields, self.path, backend, self.services.settings)
         return parse_messages(fields, count=True)
 
     async def _base_of(self, model: str) -> Route:

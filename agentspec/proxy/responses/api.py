@@ -62,7 +62,7 @@ class ResponsesWriter(ApiWriter):
             id=self._events.id,
             tenant=context.tenant,
             created_at=now,
-            session=context.session,
+            session=context.labels.session,
             previous=self._request.previous,
             response=self._events.response,
             items=self._request.items,
@@ -140,4 +140,4 @@ def _check_history(history: History, backend: OpenAIBackend) -> None:
         raise InvalidRequestError(message, param="previous_response_id") from None
 
 
-OPENAI_RESPONSES = Api(RESPONSES, _parse, lambda fields: ResponsesInspector(), _translate, keeps_answers=True)
+OPENAI_RESPONSES = Api(RESPONSES, _parse, _translate, ResponsesInspector, keeps_answers=True)

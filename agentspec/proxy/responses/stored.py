@@ -138,7 +138,7 @@ class Keeper:
 
         async def found(id: str) -> None:
             if self.stores:
-                await self.put(StoredResponse(id, context.tenant, time.time(), context.session, backend=backend))
+                await self.put(StoredResponse(id, context.tenant, time.time(), context.labels.session, backend=backend))
 
         answer.watch = IdWatch(found)
 
@@ -167,7 +167,7 @@ class StoredRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, services = RequestAnswer.of(scope), self.services
         async with until_disconnect(receive), services.slots.enter(answer.tenant):
-            deadline = services.deadlines.start(services.settings.request_timeout)
+            deadline = Deadline(services.settings.request_timeout, services.deadlines)
             id = scope["path_params"]["id"]
             async with deadline.limit():
                 stored = await self._find(answer.tenant, id)

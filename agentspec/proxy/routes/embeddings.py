@@ -74,7 +74,7 @@ class EmbeddingsEndpoint(GatewayEndpoint):
             vectors = await backend.embed(texts, context.route.upstream_model, context.tenant)
         answer.count(Delta(usage=Usage(prompt_tokens=sum(counts))))
         size = FLOAT_BYTES * sum(map(len, vectors))
-        whole = await body.work_on_answer(lambda: json_response(_answer(asked, vectors, sum(counts))), size=size)
+        whole = await body.work(lambda: json_response(_answer(asked, vectors, sum(counts))), size=size)
         await respond(answer, whole)
 
 

@@ -20,7 +20,7 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     (said({"type": "container_upload", "file_id": "file_1"}), "messages[0].file_id"),
     (said({"type": "tool_result", "content": [{"type": "image", "source": {"file_id": "f"}}]}), "messages[0].file_id"),
     ({"container": "container_1"}, "container"),
-    ({"container": {"id": "container_1"}}, "container"),
+    ({"container": {"id": "container_1"}}, "container.id"),
     ({"tools": [{"type": "file_search", "vector_store_ids": ["vs_1"]}]}, "tools[0].vector_store_ids"),
     (said({"type": "image_url", "image_url": None, "uuid": "logo-1"}), "messages[0].uuid"),
     ({"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, "messages[0].audio.id"),

@@ -1,0 +1,154 @@
+"""Answers that the gateway writes itself: by a backend of this process, or by a chat that an upstream is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agentspec.backends.base import CHAT, AddsHeaders, Backend
+from agentspec.backends.openai.backend import OpenAIBackend
+from agentspec.backends.pool.backend import PoolBackend
+from agentspec.errors import InvalidRequestError
+from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
+from agentspec.proxy.api import Api, ApiWriter, History, json_response, respond
+from agentspec.proxy.body.amounts import check_amounts
+from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.body.upstream_fields import UpstreamFields
+from agentspec.proxy.completions.prompts import merged
+from agentspec.proxy.completions.translation import TRANSLATED, chat_deltas, chat_request
+from agentspec.proxy.request_context import RequestContext
+from agentspec.reasoning.strategy import Strategy
+from agentspec.types import Delta, GenerateRequest
+
+if TYPE_CHECKING:
+    from agentspec.proxy.endpoint import Services
+    from agentspec.proxy.responses.stored import Keeper
+    from agentspec.settings.server import ServerSettings
+
+
+async def answer_here(
+    api: Api, services: Services, context: RequestContext, body: RequestBody, answer: RequestAnswer
+) -> None:
+    """Answer a request of `api` by the model of its route. An upstream, whose body was checked, is asked for a chat."""
+    backend, runtime = context.route.backend, services.runtime
+    if not isinstance(backend, OpenAIBackend):
+        require_route(api, backend, answer)
+    history = await _history(api, services.keeper, context, body)
+    if isinstance(backend, OpenAIBackend):
+        async with context.deadline.limit():
+            data, writer = await chat_request(api, backend, body, context, history)
+        answer.response_headers = TRANSLATED
+        deltas = chat_deltas(backend, data, context, answer, body.wait_for)
+    else:
+        requests, writer = await body.work(_parse, api, body.fields, context, history, services.settings)
+        if isinstance(backend, AddsHeaders):
+            answer.response_headers = backend.response_headers(requests[0])
+        each = [partial(runtime.answer, request, context.route) for request in requests]
+        deltas = each[0]() if len(each) == 1 else merged(each, requests[0].sampling.n)
+    if answer.attempt is None:
+        body.release()
+    await Sending(writer, context, body, answer, services.keeper).send(deltas)
+
+
+def require_route(api: Api, backend: Backend, answer: RequestAnswer) -> None:
+    """Raise `InvalidRequestError` if the model does not answer requests of `api`."""
+    if api.needs not in (routes := backend.capabilities.routes):
+        refused = "answers chat completions only" if routes == (CHAT,) else f"does not answer {api.path}"
+        raise InvalidRequestError(f"the model {answer.model!r} {refused}", param="model")
+
+
+def check_roles(fields: Mapping[str, Any], path: str, backend: Backend, limits: ServerSettings) -> None:
+    """Raise `InvalidRequestError` for what the upstreams of a strategy may not be asked for."""
+    roles = backend.roles.values() if isinstance(backend, Strategy) else ()
+    upstreams = [role.backend for role in roles if isinstance(role.backend, OpenAIBackend)]
+    pools = [role.backend.pool for role in roles if isinstance(role.backend, PoolBackend)]
+    for upstream in (*upstreams, *(member.backend for pool in pools for member, _ in pool.members())):
+        check_amounts(fields, path, limits)
+        UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
+
+
+def _parse(
+    api: Api, fields: Mapping[str, Any], context: RequestContext, history: History, limits: ServerSettings
+) -> tuple[Sequence[GenerateRequest], ApiWriter]:
+    check_roles(fields, api.path, context.route.backend, limits)
+    requests, writer = api.parse(fields, context, history)
+    return [context.complete(request) for request in requests], writer
+
+
+async def _history(api: Api, keeper: Keeper, context: RequestContext, body: RequestBody) -> History:
+    """The items of the stored answers that the request continues."""
+    previous = body.fields.get("previous_response_id") if api.keeps_answers else None
+    if not isinstance(previous, str):  # another value is refused where the fields are read
+        return ()
+    async with context.deadline.limit():
+        history = await keeper.history(context.tenant, previous)
+    body.take(history.size)
+    return history.items
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Sends the answer to one request in the form that `writer` gives it, and stores it if it is to be."""
+
+    writer: ApiWriter
+    context: RequestContext
+    body: RequestBody
+    answer: RequestAnswer
+    keeper: Keeper
+
+    async def send(self, deltas: AsyncGenerator[Delta]) -> None:
+        """Send the answer that `deltas` are.
+
+        An error before the first delta is raised and gets its own HTTP status; a later one ends a stream with an event.
+        """
+        answer, writer, stream = self.answer, self.writer, self.context.stream
+        answer.stream, answer.response_headers = stream, {**answer.response_headers, **writer.headers}
+        try:
+            async with aclosing(deltas):
+                await (self._send_events(deltas) if stream else self._send_whole(deltas))
+        except InvalidRequestError as error:
+            error.param = error.param and writer.own_name(error.param)
+            raise
+
+    async def _send_whole(self, deltas: AsyncGenerator[Delta]) -> None:
+        body, writer = self.body, self.writer
+        async with self.context.deadline.limit():
+            async for delta in deltas:
+                await body.grow(delta.size)
+                self.answer.add(delta)
+                writer.add(delta)
+        for _ in writer.close():
+            pass
+        await self._store()
+        await respond(self.answer, await body.work(lambda: json_response(writer.body()), size=body.answer))
+
+    async def _send_events(self, deltas: AsyncGenerator[Delta]) -> None:
+        answer, writer, limit = self.answer, self.writer, self.context.deadline.limit
+        async with limit():
+            delta: Delta | None = await anext(deltas, Delta(finish_reason="stop"))
+        await answer.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            async with limit():
+                while delta is not None:
+                    if writer.holds_answer:
+                        await self.body.grow(delta.size)
+                    answer.add(delta)
+                    for event in writer.events(delta):
+                        await answer.send(piece(event))
+                    delta = await anext(deltas, None)
+            closing = [*writer.close()]
+            await self._store()
+            for event in [*closing, *writer.last()]:
+                await answer.send(piece(event))
+        except Exception as error:
+            answer.interrupt(error)
+            for event in writer.failure(error, answer.request_id):
+                await answer.send(piece(event))
+        await answer.send({"type": "http.response.body", "body": b""})
+
+    async def _store(self) -> None:
+        if (response := self.writer.to_store(self.context, self.answer.seconds)) is not None:
+            self.writer.stored(await self.keeper.put(response))
