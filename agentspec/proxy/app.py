@@ -29,11 +29,11 @@ from agentspec.proxy.messages.api import ANTHROPIC
 from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
-from agentspec.proxy.pages import Pages
 from agentspec.proxy.responses.api import OPENAI_RESPONSES
 from agentspec.proxy.responses.stored import Keeper, StoredRoute
 from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
+from agentspec.proxy.routes.pages import Pages
 from agentspec.proxy.routes.tokenization import TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings

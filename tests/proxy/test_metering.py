@@ -200,16 +200,6 @@ def test_a_failed_call_gives_its_tokens_back(keyed: Any) -> None:
     assert before - left(running) < 200
 
 
-def test_what_an_answer_took_replaces_the_estimate(keyed: Any) -> None:
-    running = keyed(FakeBackend(Answer(text="one two")), tokens_per_minute=2000)
-    answer = post(running, CHAT, max_tokens=1500)
-    assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 500
-    used = answer.json()["usage"]["total_tokens"]
-    running.metric("agentspec_requests_in_flight")
-    found = int(post(running, CHAT, max_tokens=1500).headers["x-ratelimit-remaining-tokens"])
-    assert found == int(answer.headers["x-ratelimit-remaining-tokens"]) - used
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, upstream: Any, told: bool) -> None:
     content: dict[str, Any] = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
@@ -250,7 +240,7 @@ def test_a_stream_without_usage_is_charged_what_came_of_it(
     assert 4000 < left(running) < 5000 - (count - 50)
 
 
-@pytest.mark.parametrize("how", ["error event", "cut", "deadline"])
+@pytest.mark.parametrize("how", ["error event", "cut"])
 def test_an_answer_that_breaks_off_is_charged_what_arrived(
     gateway: Any, upstream: Any, monkeypatch: Any, how: str
 ) -> None:
@@ -262,11 +252,9 @@ def test_an_answer_that_breaks_off_is_charged_what_arrived(
     def script(request: Any) -> None:
         request.head()
         request.send(piece * 500 + tail)
-        if how == "deadline":
-            request.client_left(20)
 
-    settings = {"api_keys": keys(tokens_per_minute=5000)[:1], "request_timeout": 2.0 if how == "deadline" else 60.0}
-    running = gateway({"fake": upstream(script).backend(shared_upstream=True)}, **settings)
+    backends = {"fake": upstream(script).backend(shared_upstream=True)}
+    running = gateway(backends, api_keys=keys(tokens_per_minute=5000)[:1])
     assert post(running, CHAT, stream=True, max_tokens=4000).text.count('"content"') == 500
     running.metric("agentspec_requests_in_flight")
     again = post(running, CHAT, stream=True, max_tokens=1)

@@ -168,7 +168,7 @@ def upstream_settings(server: Any, **options: Any) -> Settings:
 
 @pytest.mark.usefixtures("brief")
 def test_c3_a_whole_answer_is_written_in_pieces(gateway: Any, upstream: Any) -> None:
-    content = b'{"data":"' + b"x" * (20 << 20) + b'"}'
+    content = b'{"data":"' + b"x" * (6 << 20) + b'"}'
     server = upstream(lambda request: request.answer(content))
     running = gateway({}, upstream_settings(server))
     with ask(running.url, BODY, 4096) as reader:
@@ -224,30 +224,6 @@ def test_c3_answers_without_a_length_end_in_503_and_not_in_memory(
     assert all(one.headers["retry-after"] == "1" for one in refused)
     until(lambda: running.app.limiter.running == 0)
     assert running.app.budget.memory.total == 0 and post(0).content == content
-
-
-@pytest.mark.usefixtures("brief")
-def test_c3_what_is_not_read_is_not_taken_from_the_upstream(
-    gateway: Any, upstream: Any, until: Callable[..., None]
-) -> None:
-    sent, left = [], []
-    event = b'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}\n\n' % (b"x" * 1000)
-
-    def script(request: Any) -> None:
-        request.head()
-        request.connection.settimeout(100)
-        try:
-            while len(sent) < 100_000:
-                request.send(event)
-                sent.append(1)
-        except OSError:
-            left.append(True)
-
-    running = gateway({}, upstream_settings(upstream(script)))
-    with ask(running.url, STREAMED, 4096):
-        until(lambda: left)
-    assert len(sent) < 50_000  # what the sockets on both sides hold, and no more
-    until(lambda: running.app.limiter.running == 0)
 
 
 # ---- C4: disconnects ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -118,55 +117,6 @@ def test_c7_five_times_the_capacity_costs_no_goodput(tmp_path: Path, in_virtual_
     assert seen.within(patience) == seen.statuses[200]  # no answer comes too late to be of use
     assert all(wait.isdigit() and int(wait) >= 1 for wait in seen.retry_after)
     assert loaded.app.limiter.running == loaded.app.limiter.waiting == 0
-
-
-class FewPlaces:
-    """An upstream that answers as many requests at once as it has places, and an error to whoever comes besides."""
-
-    def __init__(self) -> None:
-        self.most = self.running = self.turned_away = 0
-        self.lock = threading.Lock()
-
-    def __call__(self, request: Any) -> None:
-        with self.lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            full = self.running > PLACES
-            self.turned_away += full
-        time.sleep(0.01)
-        with self.lock:
-            self.running -= 1
-        request.answer(b'{"choices": []}', 500 if full else 200)
-
-
-@pytest.mark.parametrize("queue_timeout", [0, 60])
-def test_c7_an_upstream_never_gets_more_than_it_has_places_for(
-    gateway: Any, upstream: Any, queue_timeout: float
-) -> None:
-    """Over real sockets: five clients for each place, who try again where they are told to."""
-    places = FewPlaces()
-    settings = Settings(
-        server=ServerSettings(max_concurrent=PLACES, queue_timeout=queue_timeout),
-        backends={"up": OpenAISettings(base_url=upstream(places).url, server_kind="other")},  # type: ignore[arg-type]
-    )
-    url = f"{gateway({}, settings).url}/v1/chat/completions"
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    refused: list[str] = []
-
-    async def clients() -> None:
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
-
-            async def one() -> None:
-                while (answer := await client.post(url, json=body)).status_code != 200:
-                    assert answer.status_code == 429, answer.text
-                    refused.append(answer.headers["retry-after"])
-                    await asyncio.sleep(0.05)
-
-            await asyncio.gather(*(one() for _ in range(5 * PLACES)))
-
-    asyncio.run(clients())
-    assert places.turned_away == 0 and places.most <= PLACES
-    assert bool(refused) is not bool(queue_timeout) and set(refused) <= {"1"}
 
 
 def test_c7_a_list_of_an_upstreams_models_takes_a_place(

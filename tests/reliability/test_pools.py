@@ -133,14 +133,3 @@ def test_u10_a_server_that_errs_is_left_out_whatever_route_finds_it_out(
         5 <= len(bad.requests) <= 10
         and {one.member: one.state for one in running.runtime.fleet.samples()}["s0"] == "erring"
     )
-
-
-def test_who_answers_is_told_to_operators_only(gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY", "secret-key")
-    working = upstream(says("hello"))
-    keyed = gateway({}, pool(working.url, server={"api_keys": [{"tenant": "t", "key_env": "KEY"}]}))
-    headers = {"authorization": "Bearer secret-key"}
-    assert (
-        "x-agentspec-member" not in httpx.post(f"{keyed.url}{CHAT}", json=BODY, headers=headers, verify=TRUST).headers
-    )
-    assert post(gateway({}, pool(working.url))).headers["x-agentspec-member"] == "s0"

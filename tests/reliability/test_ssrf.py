@@ -275,17 +275,3 @@ def test_i5_redirects_are_not_followed(served: Served, share: int) -> None:
                     assert not {"location", "refresh", "alt-svc"} & set(response.headers)
     finally:
         served.upstream.script = script
-
-
-def test_i5_an_answer_that_names_addresses_is_only_text(served: Served) -> None:
-    script = served.upstream.script
-    url = served.urls()[5]
-    answer = json.dumps({"choices": [], "next": url, "error_url": url, "usage": {"url": url}}).encode()
-    try:
-        served.upstream.script = lambda request: request.answer(
-            answer, link=f"<{url}>; rel=preload", content_location=url
-        )
-        with served.reaching_nobody():
-            assert served.post({}).content == answer
-    finally:
-        served.upstream.script = script

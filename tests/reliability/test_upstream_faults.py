@@ -176,18 +176,6 @@ def test_u6_a_stream_that_is_cut_at_each_chunk(cutting: Any, clean: bool, every:
     assert outcomes(running, "server_error") == failed + len(range(0, 51, every))
 
 
-@pytest.mark.parametrize("cut", [0, 1, 20, 39])
-def test_u6_an_answer_that_is_not_streamed_is_whole_or_an_error(gateway: Any, upstream: Any, cut: int) -> None:
-    body = b'{"choices": [{"message": {"content": "hi"}}]}'[:40]
-
-    def script(request: Any) -> None:
-        request.head(200, "application/json", content_length="40")
-        request.send(body[:cut])
-
-    response = post(gateway({}, settings(upstream(script).url)))
-    assert response.status_code == 502 and error_of(response)["code"] == "upstream_unreachable"
-
-
 def test_u6_an_error_event_of_the_upstream_counts_as_an_error(cutting: Any) -> None:
     running, _, state = cutting
     failed, refused = outcomes(running, "server_error"), outcomes(running, "client_error")

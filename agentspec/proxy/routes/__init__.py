@@ -1,1 +1,1 @@
-"""Routes that are no API of chats: embeddings, tokens, and what is only passed on."""
+"""Routes that are no API of chats: embeddings, tokens, what is only passed on, and what describes the gateway."""

@@ -270,18 +270,6 @@ async def test_headers_are_allow_listed_and_the_own_key_wins() -> None:
     assert not {"cookie", "x-forwarded-for", "transfer-encoding", "connection"} & sent.keys()
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308, 304])
-async def test_redirects_are_not_followed(status: int) -> None:
-    async def script(client: Client) -> None:
-        await client.request()
-        await client.send(b"HTTP/1.1 %d X\r\nlocation: http://169.254.169.254/\r\ncontent-length: 0\r\n\r\n" % status)
-
-    async with serving(script, api_key=SECRET) as (server, backend):
-        with pytest.raises(UpstreamError, match="redirects are not followed"):
-            await ask(backend)
-        assert server.requests == 1
-
-
 def test_every_error_of_the_http_library_is_an_upstream_error() -> None:
     """Those that a proxy of the environment or a given transport raises."""
     settings = OpenAISettings(base_url="http://up.test/v1", server_kind="other")  # type: ignore[arg-type]

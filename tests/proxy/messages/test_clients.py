@@ -56,26 +56,6 @@ def test_a_message(scripted: Any) -> None:
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.5, 4, 50)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_and_its_result_comes_back(scripted: Any, stream: bool) -> None:
-    client, backend = scripted(Answer("I look.", extra={"tool_calls": [CALL]}, finish_reason="tool_calls"), "Sunny.")
-    call = {"model": "m", "max_tokens": 50, "messages": ASKED, "tools": [WEATHER]}
-    if stream:
-        with client.messages.stream(**call) as events:
-            message = events.get_final_message()
-    else:
-        message = client.messages.create(**call)
-    text, used = message.content
-    assert text.text == "I look." and message.stop_reason == "tool_use"
-    assert (used.id, used.name, used.input) == ("call_1", "get_weather", {"city": "Rome"})
-    result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "25 C"}]}
-    history = [*ASKED, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    assert ask(client, messages=history, tools=[WEATHER]).content[0].text == "Sunny."
-    sent = backend.requests[1].messages
-    assert sent[1]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
-    assert sent[2] == {"role": "tool", "tool_call_id": "call_1", "content": "25 C"}
-
-
 def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     thought = {"reasoning_content": "Hm.", "reasoning": "Hm."}
     client, backend = scripted(lambda request: Answer("Yes.", extra=thought))
@@ -89,18 +69,6 @@ def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     assert backend.requests[0].template_arguments == {"enable_thinking": True}
     assert backend.requests[-1].template_arguments == {"enable_thinking": False}
     assert [request.thinking_budget for request in backend.requests] == [1024, 9, None, None]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_stop_sequence_that_ended_the_answer_is_told(scripted: Any, stream: bool) -> None:
-    client, _ = scripted("one two three four")
-    if stream:
-        with client.messages.stream(model="m", max_tokens=9, messages=ASKED, stop_sequences=["xx", " three"]) as events:
-            message = events.get_final_message()
-    else:
-        message = ask(client, stop_sequences=["xx", " three"])
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " three")
-    assert message.content[0].text == "one two"
 
 
 def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:

@@ -6,18 +6,18 @@ What each body asks for is in `tests/protocol/golden/responses.jsonl`, recorded 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from agentspec.backends.base import Capabilities
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import GenerateRequest, Speculation, Usage
+from agentspec.types import GenerateRequest
 
 # Shared: a client of its own costs more than a request.
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -34,40 +34,14 @@ def calls_of(*functions: tuple[str, str], **extra: Any) -> Answer:
     return Answer("", extra={**extra, "tool_calls": calls}, finish_reason="tool_calls")
 
 
-# OpenAI's client -----------------------------------------------------------------------------------------------------
+# Wrong fields --------------------------------------------------------------------------------------------------------
 
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
 
-def script(request: GenerateRequest) -> Any:
-    asked = str((request.messages or [{}])[-1].get("content"))
-    if asked == "call":
-        return calls_of(("look", '{"at": 1}'), ("look", "{}"))
-    if asked == "think":
-        thought = {"reasoning": "hm well", "reasoning_content": "hm well"}
-        return Answer("", extra=thought, usage=Usage(5, 3, cached_tokens=2, reasoning_tokens=2))
-    return Answer("brave new wörld", speculation=Speculation(drafted=6, accepted=4, steps=3))
-
-
 @pytest.fixture(scope="module")
 def running(shared_gateway: Any) -> Any:
-    return shared_gateway({MODEL: FakeBackend(script, capabilities=Capabilities(context_length=200))})
-
-
-@pytest.fixture(scope="module")
-def client(running: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_whole_and_streamed_answers(client: openai.OpenAI) -> None:
-    for asked, kind in (("hi", "message"), ("call", "function_call"), ("think", "reasoning")):
-        whole = client.responses.create(model=MODEL, input=asked, tools=[TOOL], metadata={"a": "b"}, user="u")
-        with client.responses.stream(model=MODEL, input=asked, tools=[TOOL]) as stream:
-            assert [event.type for event in stream][-1] == "response.completed"
-            streamed = stream.get_final_response()
-        assert whole.output[0].type == streamed.output[0].type == kind and whole.metadata == {"a": "b"}
-        assert (whole.output_text, whole.usage) == (streamed.output_text, streamed.usage)
+    return shared_gateway({MODEL: FakeBackend("fine", capabilities=Capabilities(context_length=200))})
 
 
 @pytest.mark.parametrize(
@@ -212,15 +186,8 @@ def test_two_turns_of_codex(gateway: Any) -> None:
 # OpenAI's Agents SDK, whose default model class speaks the Responses API ----------------------------------------------
 
 
-class Weather(BaseModel):
-    place: str
-    degrees: int
-
-
 def agents_script(request: GenerateRequest) -> Any:
     """Calls the first tool there is; after its result, or without tools, answers."""
-    if request.sampling.structured_outputs is not None:
-        return json.dumps({"place": "Rome", "degrees": 21})
     results = [message["content"] for message in request.messages or () if message["role"] == "tool"]
     names = [tool["function"]["name"] for tool in request.tools]
     if "temperature" in names and "21" not in results:
@@ -271,39 +238,3 @@ async def test_a_tool_is_called(agents: Any, config: Any, temperature: Any, back
     assert turn["tool_calls"][0]["function"] == {"name": "temperature", "arguments": '{"place": "Rome"}'}
     assert turn["reasoning_content"] == "a tool will know"
     assert result.raw_responses[-1].usage.input_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_streaming(agents: Any, config: Any, temperature: Any) -> None:
-    agent = agents.Agent(name="guide", model=MODEL, tools=[temperature])
-    result = agents.Runner.run_streamed(agent, "how warm is Rome?", run_config=config)
-    events = [event async for event in result.stream_events()]
-    raw = [event.data for event in events if event.type == "raw_response_event"]
-    text = "".join(event.delta for event in raw if event.type == "response.output_text.delta")
-    assert text == result.final_output == "It has 21 degrees."
-    items = [event.item.type for event in events if event.type == "run_item_stream_event"]
-    assert items == ["reasoning_item", "tool_call_item", "tool_call_output_item", "message_output_item"]
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_structured_output(agents: Any, config: Any, backend: FakeBackend) -> None:
-    agent = agents.Agent(name="guide", model=MODEL, output_type=Weather)
-    result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
-    assert result.final_output == Weather(place="Rome", degrees=21)
-    form = backend.requests[-1].sampling.structured_outputs
-    assert form is not None and isinstance(form.json, dict) and set(form.json["properties"]) == {"place", "degrees"}
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_conversations_go_on_by_id(agents: Any, config: Any, backend: FakeBackend) -> None:
-    agent = agents.Agent(name="guide", model=MODEL)
-    first = await agents.Runner.run(agent, "one", run_config=config)
-    await agents.Runner.run(agent, "two", previous_response_id=first.last_response_id, run_config=config)
-    said = [message["content"] for message in backend.requests[-1].messages or ()]
-    assert said == ["one", "I do not know.", "two"]
-    result = [*first.to_input_list(), {"role": "user", "content": "two"}]
-    await agents.Runner.run(agent, result, run_config=config)
-    assert [message["content"] for message in backend.requests[-1].messages or ()] == said
