@@ -112,7 +112,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         {"api": "messages", "ending": "cut", "stream": True},
     ),
     "no event for an error": (
-        f"{PROXY}.api:Sending._send_events",
+        f"{PROXY}.answering:Sending._send_events",
         "for event in writer.failure(error, answer.request_id):\n            await answer.send(piece(event))",
         "pass",
         {"backend": "scripted", "ending": "cut", "stream": True},
