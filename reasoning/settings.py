@@ -109,19 +109,12 @@ class LookaheadSettings(DelegationSettings):
     """`[models.NAME] strategy = "lookahead"`: Lookahead Reasoning (arXiv 2506.19830)."""
 
     algorithm = "agentspec.reasoning.delegation.lookahead:lookahead"
-    knobs = ("compare", "depth")
+    knobs = ("depth",)
     shown_nothing = ("judge",)
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
-    compare: Literal["judge", "equal"] = Field(default="judge", description="By a model's word, or by the letter")
     depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that stayed")
-
-    @model_validator(mode="after")
-    def _says_how_it_compares(self) -> Self:
-        if self.judge is not None and self.compare == "equal":
-            raise ValueError('judge concerns compare = "judge": leave it out, or set compare')
-        return self
 
     @property
     def spend_tokens(self) -> int:

@@ -161,22 +161,10 @@ class TorchBackend(ModelTokens):
             self._next_turns = NextTurns(self._engine, self._tokenizer, self._off_the_loop)
         return self._next_turns.watch(request)
 
-    async def continue_answer(
-        self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
-    ) -> AsyncIterator[Delta]:
-        """Yield up to `max_tokens` tokens more of the `answer` so far to `request`, whose prompt reads `prompt`.
-
-        The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
-        """
-        self._engine.require_running()
-        (first,), _ = await self._prepared(request, prompt=prompt, answer=answer)
-        async with aclosing(self._answers([first])) as deltas:
-            async for delta in deltas:
-                yield delta
-
     def answer_reader(self, request: GenerateRequest, prompt: Sequence[int]) -> AnswerReader:
         """How to read the whole answer to `request`, whose prompt ends in the tokens `prompt`."""
-        spec, shown = self._structured_outputs.reading(request, self._ending(prompt)[0])
+        ending = self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True)
+        spec, shown = self._structured_outputs.reading(request, ending)
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
     async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
@@ -265,14 +253,11 @@ class TorchBackend(ModelTokens):
         if not self._stores:
             self._cache.close()
 
-    async def _prepared(
-        self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
-    ) -> tuple[list[EngineRequest], OutputParserSpec]:
+    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
         """An engine request for each choice, and how to parse the answers. Long prompts share few threads, of which one
         tenant never takes the last; large grammars wait for each other alone.
         """
-        prepare = partial(self._prepare, request, prompt=prompt, answer=answer)
-        first, output = await self._off_the_loop(request, prepare)
+        first, output = await self._off_the_loop(request, partial(self._prepare, request))
         source = output.source
         grammar = None if source is None else await self._structured_outputs.compiled(request.tenant, source)
         constraints = output.constraints(request.sampling.n, grammar)
@@ -285,18 +270,13 @@ class TorchBackend(ModelTokens):
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
-    def _prepare(
-        self, request: GenerateRequest, *, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
-    ) -> tuple[EngineRequest, StructuredOutput]:
+    def _prepare(self, request: GenerateRequest) -> tuple[EngineRequest, StructuredOutput]:
         """Tokenize and check a request. Returns an engine request without constraints, and the form of its answers.
-
-        A `prompt` stands for the request's own; `answer` is what has been generated behind it.
 
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
         """
-        text, read = self._tokenizer.read(request, self.context_length) if prompt is None else self._ending(prompt)
+        text, prompt = self._tokenizer.read(request, self.context_length)
         sampling = request.sampling
-        prompt = [*read, *answer]
         self._check_ids(prompt, "prompt")
         self._check_ids(list(sampling.logit_bias), "logit_bias")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
@@ -311,17 +291,12 @@ class TorchBackend(ModelTokens):
             stop_ids=(frozenset() if sampling.ignore_eos else self._stop_ids) | set(sampling.stop_token_ids),
             prediction=self._predicted(request.prediction, most),
             deliver=lambda item: None,
-            answered=len(answer),
         )
         return first, output
 
     def _predicted(self, text: str | None, most: int) -> list[int] | None:
         """The tokens of a predicted answer, no more than the answer may have; what lies behind is not even read."""
         return None if text is None else self._tokenizer.encode(text[: most * TOKEN_CHARACTERS])[:most]
-
-    def _ending(self, prompt: Sequence[int]) -> tuple[str, list[int]]:
-        """The text at the end of a prompt, by which thinking is expected or not, and the whole prompt."""
-        return self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True), list(prompt)
 
     def sample(self, name: str) -> EngineSample:
         """The part of `stats` that the gateway's metrics show."""

@@ -131,33 +131,29 @@ class DraftChain:
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
     """Keep drafts while they match the base model's own steps, then the first of its steps that differs."""
     while thinking.over is None:
-        if not (settings.depth and may_draft(thinking, settings)):
+        if not (settings.depth and may_draft(thinking)):
             await thinking.write("base")
             continue
         async with DraftChain(thinking, settings.depth) as chain:
-            await verify(thinking, settings, chain)
+            await verify(thinking, chain)
             async with thinking.degrading("small"):
                 if chain.failure is not None:
                     raise chain.failure
 
 
-def may_draft(thinking: Thinking, settings: LookaheadSettings) -> bool:
-    """Whether a draft could be accepted as the next step: after a cut step none is.
-
-    By the letter the thinking has to remain the base model's own: there a cut draft is not accepted, one after it may.
-    """
-    by_letter = settings.compare == "equal"
-    judged = by_letter or (thinking.has("judge") and not thinking.inside_paragraph)
+def may_draft(thinking: Thinking) -> bool:
+    """Whether a draft could be accepted as the next step: after a cut step none is."""
+    judged = thinking.has("judge") and not thinking.inside_paragraph
     return judged and thinking.has("small") and thinking.room("small") > 0
 
 
-async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftChain) -> None:
+async def verify(thinking: Thinking, chain: DraftChain) -> None:
     """Keep drafts until one differs from the base model's own step, then keep the base model's step instead."""
     index = 0
     while thinking.over is None:
         own = await task_result(chain.own[index])
         draft = await chain.draft(index)
-        same = draft is not None and await matches(thinking, settings, draft, own)
+        same = draft is not None and await matches(thinking, draft, own)
         if draft is None or not same:
             await thinking.keep(own, rejected=draft)
             return
@@ -166,32 +162,32 @@ async def verify(thinking: Thinking, settings: LookaheadSettings, chain: DraftCh
         index += 1
 
 
-async def matches(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
+async def matches(thinking: Thinking, draft: Step, own: Step) -> bool:
     """Whether the draft may replace the base model's own step; False if the judge fails."""
     thinking.propose(draft)
     began, same, reason = time.perf_counter(), False, ""
-    if draft.blank or own.blank or not may_replace(thinking, settings, draft, own):
+    if draft.blank or own.blank or not may_replace(thinking, draft, own):
         pass
-    elif settings.compare == "equal" or _letters(draft) == _letters(own):  # this needs no judge
-        same = settings.compare != "equal" or draft.text == own.text
+    elif _letters(draft) == _letters(own):  # this needs no judge
+        same = True
     elif thinking.has("judge"):
         reason = "no judge"
         async with thinking.degrading("judge"):
-            same, reason = await aligned(thinking, draft, own, settings), ""
+            same, reason = await aligned(thinking, draft, own), ""
     seconds = time.perf_counter() - began
     thinking.trace.add("scored", value=float(same), accepted=same, seconds=seconds, reason=reason)
     return same
 
 
-async def aligned(thinking: Thinking, draft: Step, own: Step, settings: LookaheadSettings) -> bool:
+async def aligned(thinking: Thinking, draft: Step, own: Step) -> bool:
     """Whether the judge says that `draft` and `own`, two next steps of the thinking so far, mean the same.
 
     The judge generates one token after "[", which accepts if it holds "ali" and not "un".
     """
     question = QUESTION.format(draft=quoted(draft.text), own=quoted(own.text))
     alone, judge = thinking.request_for([message("user", question)]), thinking.roles["judge"]
-    context = await judge.open(alone, settings.think_start, PREFILL)
-    text = await judge.first_token(context, settings.call_timeout, thinking.spend("judge"))
+    context = await judge.open(alone, thinking.settings.think_start, PREFILL)
+    text = await judge.first_token(context, thinking.settings.call_timeout, thinking.spend("judge"))
     return "ali" in text.lower() and "un" not in text.lower()
 
 
@@ -204,10 +200,7 @@ def _letters(step: Step) -> str:
     return step.text.replace(" ", "").replace("\n", "").lower()
 
 
-def may_replace(thinking: Thinking, settings: LookaheadSettings, draft: Step, own: Step) -> bool:
+def may_replace(thinking: Thinking, draft: Step, own: Step) -> bool:
     """Whether the ways in which the two steps ended allow it, whatever they say."""
-    if own.ending == "stop" or (draft.ending == "closed") != (own.ending == "closed"):
-        return False  # the base model's own end of the thinking counts
-    if settings.compare == "equal":
-        return draft.ending == own.ending != "length"
-    return not thinking.inside_paragraph
+    ends_alike = own.ending != "stop" and (draft.ending == "closed") == (own.ending == "closed")
+    return ends_alike and not thinking.inside_paragraph  # the base model's own end of the thinking counts

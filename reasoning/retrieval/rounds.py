@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
 from agentspec.backends.chat_templates import escape_markers, plain
@@ -18,19 +18,16 @@ from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch import TorchBackend
     from agentspec.backends.torch.text.structured_output import AnswerReader
 
 ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
 ANSWER_TOKENS = 256  # where the request names no length
 QUERY_TOKENS = 32  # last tokens whose text is the query: q of RaLMSpec
 SEPARATOR = "\n\n"  # between the document and the question
-# Parameters of a whole answer: an endpoint's round knows only its own tokens, a local model goes on with the answer.
-WHOLE_ANSWER = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
-REFUSED = ("n", "min_tokens")
-_OF_ENDPOINTS = (  # also the fields of a chat, which endpoints know and rounds of token ids do not
-    *(*WHOLE_ANSWER, "tools", "functions", "response_format", "chat_template_kwargs", "reasoning_effort"),
-    *("chat_template", "max_completion_tokens", "continue_final_message", "add_generation_prompt", "prompt_logprobs"),
+REFUSED = (  # a round knows its own tokens alone, and nothing of the chat that its prompt was rendered from
+    *("n", "min_tokens", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs", "functions"),
+    *("response_format", "chat_template_kwargs", "reasoning_effort", "chat_template", "max_completion_tokens"),
+    *("continue_final_message", "add_generation_prompt", "prompt_logprobs", "tools"),
 )
 _DEFAULTS, _PLAIN = SamplingParams(), GenerateRequest("", text="")
 
@@ -96,7 +93,7 @@ async def _of_messages(
     mark = f"document-{secrets.token_hex(8)}"
     asked = str(plain(messages[last]).get("content", ""))
     marked = [{**message, "content": mark + asked} if at == last else message for at, message in enumerate(messages)]
-    rendered = await tokenization.render(marked, request.tools, request.template_arguments)
+    rendered = await tokenization.render(marked, (), request.template_arguments)
     head, _, tail = rendered.partition(mark)
     return (
         tuple(await tokenization.tokenize(head)),
@@ -131,7 +128,7 @@ class PartialAnswer:
     stop_reason: str | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
+    async def behind(cls, prompt: Sequence[int], tokenization: Decoding) -> PartialAnswer:
         """An empty answer to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
@@ -145,7 +142,7 @@ class PartialAnswer:
         return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
 
     async def extended(
-        self, output: Delta, tokenization: Tokenization | WholeAnswer, limit: int, stops: Sequence[str] = ()
+        self, output: Delta, tokenization: Decoding, limit: int, stops: Sequence[str] = ()
     ) -> PartialAnswer:
         """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
@@ -164,7 +161,7 @@ class PartialAnswer:
             return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
 
-    async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Decoding) -> PartialAnswer:
         """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
         if not token_ids:
             return self
@@ -177,13 +174,13 @@ class PartialAnswer:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def flushed(self, tokenization: Tokenization | WholeAnswer) -> PartialAnswer:
+    async def flushed(self, tokenization: Decoding) -> PartialAnswer:
         """The answer with the bytes that were held back, even if they form no whole character."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
 
 
-async def _ends_silently(output: Delta, tokenization: Tokenization | WholeAnswer) -> bool:
+async def _ends_silently(output: Delta, tokenization: Decoding) -> bool:
     """Whether the last token ended the answer and is not part of its text, by the end of the text alone."""
     if not output.token_ids:
         return False
@@ -201,7 +198,7 @@ class RoundGenerator:
     prompt: DocumentPrompt
     limit: int
     seed: int | None
-    whole: WholeAnswer | None = None
+    thoughts: MarkedText | None = None
 
     @classmethod
     async def open(cls, request: GenerateRequest, backend: Backend, document_tokens: int) -> RoundGenerator:
@@ -214,13 +211,12 @@ class RoundGenerator:
                 " a local model, or vLLM"
             )
         _check(request)
-        continues = _continues(request, backend)
         length = backend.capabilities.context_length
         prompt = await DocumentPrompt.of(request, tokenization, document_tokens, length)
-        whole = None
-        if continues is not None:
+        thoughts = None
+        if request.messages is not None and is_local(backend, "answer_reader"):
             question = (*prompt.head, *prompt.tail)
-            whole = WholeAnswer(continues, await asyncio.to_thread(continues.answer_reader, request, question))
+            thoughts = MarkedText(await asyncio.to_thread(backend.answer_reader, request, question))
         wanted, room = request.sampling.max_tokens, prompt.room()
         if room is not None and (wanted or 1) > max(room, 0):
             raise ContextLengthError(
@@ -228,27 +224,22 @@ class RoundGenerator:
                 param="messages",
             )
         limit = wanted or min(ANSWER_TOKENS, ANSWER_TOKENS if room is None else room)
-        return cls(backend, request, prompt, limit, _seed(request.sampling), whole)
+        return cls(backend, request, prompt, limit, _seed(request.sampling), thoughts)
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
     @property
-    def _spelling(self) -> Tokenization | WholeAnswer:
-        return self.prompt.tokenization if self.whole is None else self.whole
+    def _decoding(self) -> Decoding:
+        return self.thoughts or self.prompt.tokenization
 
     async def begin(self) -> PartialAnswer:
-        return await PartialAnswer.behind(self.prompt.tail, self._spelling)
+        return await PartialAnswer.behind(self.prompt.tail, self._decoding)
 
     async def query(self, answer: PartialAnswer) -> str:
-        """The text of the last tokens of question and answer, without incomplete characters at its edges, and without
-        tool calls: their syntax says nothing of what is asked. Thoughts do.
-        """
-        said: Sequence[int] = answer.token_ids
-        if self.whole is not None and self.request.tools:
-            said = await self.prompt.tokenization.tokenize(self.whole.text_of(answer.text))
-        tokens = (*self.prompt.asked, *said)[-QUERY_TOKENS:]
+        """The text of the last tokens of question and answer, without incomplete characters at its edges."""
+        tokens = (*self.prompt.asked, *answer.token_ids)[-QUERY_TOKENS:]
         return (await self.prompt.tokenization.detokenize(tokens)).strip(REPLACEMENT)
 
     async def generate(self, answer: PartialAnswer, document: Document | None) -> PartialAnswer:
@@ -260,12 +251,9 @@ class RoundGenerator:
         prompt = await self.prompt.with_document(document, len(answer.token_ids) + tokens)
         sampling = self._sampling(len(answer.token_ids), tokens)
         request = replace(self.request, sampling=sampling, split_reasoning=False, share=False)
-        if self.whole is not None:
-            deltas = self.whole.backend.continue_answer(request, prompt, answer.token_ids)
-        else:
-            ids = (*prompt, *answer.token_ids)
-            deltas = self.backend.generate(replace(request, messages=None, text=None, token_ids=ids))
-        return await answer.extended(await _read(deltas), self._spelling, self.limit, self.stops)
+        ids = (*prompt, *answer.token_ids)
+        deltas = self.backend.generate(replace(request, messages=None, text=None, token_ids=ids))
+        return await answer.extended(await _read(deltas), self._decoding, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
@@ -278,7 +266,7 @@ class RoundGenerator:
         """Let the backend's token cache keep the whole answer, not its rounds: they are short, and some are dropped."""
         if self.request.store and answer.token_ids and is_local(self.backend, "record"):
             question = (*self.prompt.head, *self.prompt.tail)
-            request = replace(self.request, messages=None, text=None, token_ids=question, tools=(), tool_choice="auto")
+            request = replace(self.request, messages=None, text=None, token_ids=question)
             await self.backend.record(request, answer.token_ids)
 
 
@@ -307,42 +295,26 @@ _EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every m
 
 
 @dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that a local model goes on with, keeping the rules of the whole answer, and how to read it."""
+class MarkedText:
+    """The text of a local model's answers with the marks of its thoughts, which other decoding leaves out."""
 
-    backend: TorchBackend
     reader: AnswerReader
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self.reader.decode, token_ids)
 
-    def text_of(self, text: str) -> str:
-        """The thoughts and the text of an answer, or of its beginning, without its tool calls."""
-        return whole_text(self.reader.parser().parse(Delta(text=text)))
 
-
-def _continues(request: GenerateRequest, backend: Backend) -> TorchBackend | None:
-    """The local model that goes on with an answer that has rules of the whole, or may begin with thoughts; None for
-    plain text. Raises `InvalidRequestError` for rules that the model cannot keep.
-    """
-    named = next((name for name in WHOLE_ANSWER if _sampled(request, name)), None)
-    named = named or ("tools" if request.tools else None)
-    unread = next((name for name in _OF_ENDPOINTS if _asked(request.extra, name)), None)
-    if unread is None and is_local(backend, "continue_answer"):
-        return None if named is None and request.messages is None else backend
-    if named or unread:
-        form = request.sampling.structured_outputs
-        name = unread or (form.param if form and named == "structured_outputs" else named)
-        message = f"a model with retrieval answers without {name}, unless the model is a local one"
-        raise InvalidRequestError(message, param=name)
-    return None
+Decoding: TypeAlias = Tokenization | MarkedText
 
 
 def _check(request: GenerateRequest) -> None:
     """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
+    form = request.sampling.structured_outputs
     for name in REFUSED:
-        if _sampled(request, name) or _asked(request.extra, name):
-            raise InvalidRequestError(f"a model with retrieval answers without {name}", param=name)
+        sampled = getattr(request.sampling, name, None) != (default := getattr(_DEFAULTS, name, None))
+        if sampled or request.extra.get(name) not in (None, [], (), {}, default) or (name == "tools" and request.tools):
+            param = form.param if form is not None and name == "structured_outputs" else name
+            raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
     for name, param in {  # and as clients call it
         "continue_final": "continue_final_message",
         "start_answer": "add_generation_prompt",
@@ -355,20 +327,12 @@ def _check(request: GenerateRequest) -> None:
         raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
 
 
-def _sampled(request: GenerateRequest, name: str) -> bool:
-    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
-
-
-def _asked(extra: Mapping[str, Any], name: str) -> bool:
-    return extra.get(name) not in (None, [], (), {}, getattr(_DEFAULTS, name, None))
-
-
 class AnswerWriter:
-    """Makes the deltas of an answer whose rounds are verified, with thoughts and tool calls apart from the text."""
+    """Makes the deltas of an answer whose rounds are verified, with the thoughts of a local model next to the text."""
 
     def __init__(self, generator: RoundGenerator) -> None:
         self._generator = generator
-        self._parser = None if generator.whole is None else generator.whole.reader.parser()
+        self._parser = None if generator.thoughts is None else generator.thoughts.reader.parser()
         self._before, self._sent = PartialAnswer(), 0
 
     def verified(self, answer: PartialAnswer) -> Delta:

@@ -59,8 +59,6 @@ class EngineRequest:
     shares_prompt: bool = False
     guess: bool = False
     """Whether the prompt is only read, for a request that is expected to begin like it."""
-    answered: int = 0
-    """How many tokens at the end of `prompt` belong to the answer already."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -183,18 +181,15 @@ class Sequence:
         self._session = session
         self.reused = kv_cache.length
         target = context.target
-        asked = len(request.prompt) - request.answered
         self.sampler = Sampler(
             request.sampling,
             target.vocab_size,
-            request.prompt[:asked],
+            request.prompt,
             target.device,
             choice=request.constraints.choice,
             constraints=request.start_constraints(target.vocab_size),
             ahead=context.draws_ahead,
         )
-        for token in request.prompt[asked:]:
-            self.sampler.observe(token)
         self._answer = AnswerText(request, context.tokenizer)
         predicted = request.prediction
         self._prediction = None if predicted is None else PredictionDrafter(predicted, len(request.prompt))

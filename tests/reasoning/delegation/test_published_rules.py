@@ -1,11 +1,10 @@
 """SpecReason's published rules, written down once more without our code, and our steps against them.
 
 Where we differ it is on purpose (docs/strategies.md gives the reasons), and these tests pin each difference. Token ids
-are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. `</think>` ends the base
-model's own thinking alone: `test_the_base_model_alone_closes_its_thinking`. The base model writes the answer:
-`test_the_answer_follows_and_says_what_it_is`.
-What is dropped has a budget too, and no step runs over its end: `test_endless_steps_are_cut_and_the_budget_holds` and
-below. An empty step is not scored: `test_each_case_goes_as_published`.
+are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. The base model writes the
+answer: `test_the_answer_follows_and_says_what_it_is`. `</think>` ends the base model's own thinking alone, what is
+dropped has a budget too, no step runs over its end, and an empty step is not scored:
+`test_each_case_goes_as_published`.
 """
 
 from __future__ import annotations

@@ -74,6 +74,9 @@ CASES = {
     "a closing mark of the base model": Case(
         "191", ["b b1 |", "s s2|", ALL_BASE[2]], small=S3, base=["b1 </think>|", *B3[1:]]
     ),
+    "a closing mark of the base model alone": Case(
+        "", ["b b1 "], base=["b1 </think>|", *B3[1:]], ended="closed", settings={"threshold": 9.5}
+    ),
     "a closing mark behind an answer": Case("9", ["s boxed |"], small=["boxed </think>|"]),
     "a closing mark alone leaves the step to the base model": Case(
         "9", [ALL_BASE[0], "s boxed|"], small=["</think>|", "boxed|"]

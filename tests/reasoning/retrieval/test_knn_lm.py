@@ -96,24 +96,21 @@ PROCESSORS = [
 ]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(PROMPTS, marks=pytest.mark.long)])
-@pytest.mark.parametrize("stride", [None, 4, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2, 3, 5, 8))])
+@pytest.mark.parametrize("count", [2, pytest.param(PROMPTS, marks=pytest.mark.long)])
 async def test_speculation_changes_no_byte(
-    backend: TorchBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, stride: int | None, count: int
+    backend: TorchBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    if stride is not None:  # else it follows from the times that were measured
-        monkeypatch.setattr(KnnStride, "choose", lambda self: stride)
-    model = await opened(backend, folder)
-    figures = list[KnnSpeculation]()
+    dice = random.Random(2)
+    monkeypatch.setattr(KnnStride, "choose", lambda self: dice.randint(1, 8))  # else the measured times choose
+    model, figures = await opened(backend, folder), list[KnnSpeculation]()
     for number, prompt in enumerate(prompts()[:count]):
-        for sampling in (GREEDY, sampled(number), PROCESSORS[number % 4]):
+        for sampling in (GREEDY, sampled(number), *PROCESSORS[2 * (number % 2) :][:2]):
             figures.append(await same(model, prompt, sampling))
     drafted, accepted = sum(one.drafted for one in figures), sum(one.accepted for one in figures)
     assert 0 < accepted < drafted  # guesses were right and wrong
     assert all(one.strides[0] == 1 for one in figures if one.strides)  # nothing to guess from yet
-    if stride == 4:
-        assert sum(one.searches for one in figures) < sum(one.queries for one in figures)
-        assert max(max(one.strides, default=0) for one in figures) <= 4
+    assert sum(one.searches for one in figures) < sum(one.queries for one in figures)
+    assert max(max(one.strides, default=0) for one in figures) <= 8
 
 
 async def test_sequential_answers_are_those_of_the_paper(backend: TorchBackend, folder: Path, tiny_model: Path) -> None:
@@ -164,8 +161,6 @@ async def test_long_prompts_are_read_in_chunks_and_ordinary_requests_go_on(backe
 
 async def test_a_closed_iterator_ends_the_work(backend: TorchBackend, folder: Path) -> None:
     model = await opened(backend, folder)
-    async with aclosing(model.generate(asked("red", SamplingParams(temperature=0, max_tokens=1000)))) as deltas:
-        await anext(deltas)
     async with aclosing(model.generate(asked("red", SamplingParams(temperature=0, max_tokens=1000)))) as deltas:
         reading = asyncio.ensure_future(anext(deltas))
         await asyncio.sleep(0)

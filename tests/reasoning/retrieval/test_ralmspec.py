@@ -22,11 +22,10 @@ from agentspec.backends.base import Capabilities
 from agentspec.errors import ContextLengthError, InvalidRequestError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, ranked
-from agentspec.reasoning.retrieval.rounds import PartialAnswer
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
-from agentspec.types import Delta, GenerateRequest, Labels, Message, SamplingParams, Usage
+from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 
@@ -170,15 +169,37 @@ async def sequentially(request: GenerateRequest, model: Any, knowledge: Any, **k
     return await answer_of(strategy(model, knowledge, **knobs).generate(replace(request, speculation=False)))
 
 
+class Passages(FakeKnowledge):
+    """Finds one of two passages of a document, by the query."""
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        found = await super().search(queries, count)
+        hits = tuple(
+            tuple(replace(hit, document=replace(hit.document, text=WORDS[len(query.text) % 2] * 5)) for hit in one)
+            for query, one in zip(queries, found.hits, strict=True)
+        )
+        return replace(found, hits=hits)
+
+
+class Approximate(FakeKnowledge):
+    """Looks at as many documents as are asked for."""
+
+    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
+        return await FakeKnowledge(self.documents[:count]).search(queries, count)
+
+
 @given(data=st.data())
 def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -> None:
-    """Documents with one text, ties everywhere, answers in another order each time, fewer documents than asked for."""
+    """Documents with one text, ties everywhere, answers in another order each time, fewer documents than asked for;
+    another passage of the same document is another document, and the best one may depend on the count.
+    """
     size = data.draw(st.integers(0, 12))
     documents = corpus(size, data.draw(st.integers(0, 5)))
     if documents and data.draw(st.booleans()):
         documents.append(replace(documents[0], id="a-twin"))
     delays = data.draw(st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=2, max_size=2))
-    knowledge = FakeKnowledge(documents, delays[0], data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2])))
+    kind = data.draw(st.sampled_from([FakeKnowledge, Passages, Approximate]))
+    knowledge = kind(documents, delays[0], data.draw(st.booleans()), data.draw(st.sampled_from([None, 1, 2])))
     document_tokens = data.draw(st.integers(1, 20))
     guessing = {"stride": data.draw(st.sampled_from(["os3", 1, 2, 5, 16])), "asynchronous": data.draw(st.booleans())}
     lengths = {"ROUND_TOKENS": data.draw(st.integers(1, 6)), "QUERY_TOKENS": data.draw(st.integers(1, 20))}
@@ -200,33 +221,6 @@ def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -
         patch.multiple("agentspec.reasoning.retrieval.ralmspec", FOUND=sought, CACHE_BYTES=cached),
     ):
         asyncio.run(both())
-
-
-class Passages(FakeKnowledge):
-    """Finds one of two passages of a document, by the query."""
-
-    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        found = await super().search(queries, count)
-        hits = tuple(
-            tuple(replace(hit, document=replace(hit.document, text=WORDS[len(query.text) % 2] * 5)) for hit in one)
-            for query, one in zip(queries, found.hits, strict=True)
-        )
-        return replace(found, hits=hits)
-
-
-class Approximate(FakeKnowledge):
-    """Looks at as many documents as are asked for."""
-
-    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        return await FakeKnowledge(self.documents[:count]).search(queries, count)
-
-
-@pytest.mark.parametrize("knowledge", [Passages(corpus(2)), Approximate(corpus(30))], ids=["passages", "approximate"])
-async def test_a_service_that_finds_by_its_own_rules_gives_equal_answers(knowledge: FakeKnowledge) -> None:
-    """Another passage of the same document is another document, and the best one may depend on the count."""
-    for n in range(5):
-        found = await answer_of(ralmspec(asking(n), backend=HashedModel(), knowledge=knowledge, stride=3))
-        assert found == await sequentially(asking(n), HashedModel(), knowledge)
 
 
 async def test_a_batch_asks_for_a_whole_stride() -> None:
@@ -348,43 +342,15 @@ async def test_in_a_conversation_the_document_stands_before_the_last_question() 
     assert prompt.endswith("<|user|>\nTitle\nIt says < |end|> here.\n\nmix?<|end|>\n<|assistant|>\n")
 
 
-class RecordingModel(HashedModel):
-    """Notes its rounds, and what it is to record."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.rounds: list[GenerateRequest] = []
-        self.recorded: list[tuple[GenerateRequest, tuple[int, ...]]] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        self.rounds.append(request)
-        async for delta in super().generate(request):
-            yield delta
-
-    async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
-        self.recorded.append((request, tuple(token_ids)))
-
-
-@pytest.mark.parametrize("speculation", [True, False])
-async def test_the_answer_is_recorded_and_not_its_rounds(speculation: bool) -> None:
-    """Both have the labels of the request, by which they are forgotten."""
-    model, known = RecordingModel(ends=10**9), FakeKnowledge(corpus(9))
-    labels = Labels(session="s", workflow="w")
-    request = replace(asking(), labels=labels, tenant="t", speculation=speculation)
-    found = await answer_of(strategy(model, known).generate(request))
-    assert len(model.rounds) > 5 and not any(one.share for one in model.rounds)
-    assert {(one.labels, one.tenant) for one in model.rounds} == {(labels, "t")}
-    [(recorded, answer)] = model.recorded
-    assert answer == found[1] and (recorded.labels, recorded.tenant) == (labels, "t")
-    assert await model.detokenize(recorded.token_ids or ()) == request.text
-    await answer_of(strategy(model, known).generate(replace(request, store=False)))
-    failing = FakeKnowledge(corpus(9), failing=lambda n: KnowledgeBaseError("away") if n == 2 else None)
-    with pytest.raises(KnowledgeBaseError):
-        await answer_of(strategy(model, failing).generate(request))
-    assert len(model.recorded) == 1
-
-
 ASKED = GenerateRequest("m", messages=[{"role": "user", "content": "q"}])
+EXTRA: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "low",
+    "functions": [{"name": "look"}],
+    "max_completion_tokens": 3,
+    "prompt_logprobs": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -393,31 +359,14 @@ ASKED = GenerateRequest("m", messages=[{"role": "user", "content": "q"}])
         replace(ASKED, tools=({"type": "function", "function": {"name": "f"}},)),
         replace(ASKED, continue_final=True),
         replace(asking(), prediction="it"),
-        asking(min_tokens=2),
-        asking(bad_words=("no",)),
-        *(
-            replace(asking(), extra=extra)
-            for extra in (
-                {"response_format": {"type": "json_object"}},
-                {"chat_template_kwargs": {"enable_thinking": False}},
-                {"reasoning_effort": "low"},
-                {"functions": [{"name": "look"}]},
-                {"max_completion_tokens": 3},
-                {"prompt_logprobs": 1},
-            )
-        ),
+        *(asking(**one) for one in ({"min_tokens": 2}, {"bad_words": ("no",)}, {"presence_penalty": 0.5}, {"n": 2})),
+        asking(structured_outputs=StructuredOutputs(regex="[a-c]")),
+        *(replace(asking(), extra={name: value}) for name, value in EXTRA.items()),
     ],
 )
 async def test_what_rounds_cannot_honour_is_refused(request_: GenerateRequest) -> None:
     with pytest.raises(InvalidRequestError, match="retrieval"):
         await answer_of(strategy(HashedModel(), FakeKnowledge([])).generate(request_))
-
-
-class Bytes:
-    """Every token is a byte."""
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode("utf-8", "replace")
 
 
 @pytest.mark.parametrize(
@@ -432,7 +381,9 @@ class Bytes:
     ],
 )
 async def test_a_token_that_ends_the_answer_adds_no_text(tokens: bytes, sent: str, text: str) -> None:
-    spelling: Any = Bytes()
-    before = await PartialAnswer.behind(b"Q", spelling)
-    answer = await before.extended(Delta(sent, tuple(tokens), finish_reason="stop"), spelling, 64)
-    assert (answer.text, answer.finish) == (text, "stop")
+    class Ends(HashedModel):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+            yield Delta(sent, tuple(tokens), finish_reason="stop")
+
+    said, _, finish = await answer_of(strategy(Ends(), FakeKnowledge([])).generate(asking()))
+    assert (said, finish) == (text, "stop")
