@@ -112,7 +112,7 @@ from .errors import (
     UpstreamTimeoutError as UpstreamTimeoutError,
 )
 from .langchain import ChatAgentSpec as ChatAgentSpec
-from .protocol.headers import StepPolicy as StepPolicy
+from .protocol.policy import StepPolicy as StepPolicy
 from .reasoning.retrieval.ralmspec import ralmspec as ralmspec
 from .runtime import Runtime as Runtime
 from .settings.load import (

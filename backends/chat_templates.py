@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.validation import check_json
+from agentspec.protocol.forms import check_json
 from agentspec.types import Message
 
 logger = logging.getLogger(__name__)

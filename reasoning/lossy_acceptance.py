@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from agentspec.backends.base import Capabilities, closing_items, is_local
 from agentspec.errors import ConfigurationError
-from agentspec.protocol.requests import FORM_FIELDS
+from agentspec.protocol.forms import FORM_FIELDS
 from agentspec.reasoning.settings import LossyAcceptanceSettings
 from agentspec.reasoning.strategy import Dependencies, ModelRef, Strategy
 from agentspec.types import Delta, GenerateRequest

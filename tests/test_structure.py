@@ -57,9 +57,9 @@ INNER = frozenset(
     backends.vllm.runner_v2.matching backends.vllm.runner_v2.passages backends.vllm.step_cost cache._native
     cache.index cache.partition cache.storage.batch_writer cache.storage.codec cache.storage.segments placement
     prediction protocol protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas
-    protocol.errors protocol.headers protocol.messages protocol.openai_responses.events
-    protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tool_names
-    protocol.validation protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.kept_names
+    protocol.errors protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
+    protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tools
+    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.kept_names
     proxy.body.reading proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
     reasoning.lossy_acceptance reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction
     speculation.cost speculation.governor speculation.stride telemetry.metrics telemetry.safe_errors telemetry.samples

@@ -42,8 +42,9 @@ from agentspec.errors import (
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
+from agentspec.protocol.forms import parse_form
 from agentspec.protocol.messages import parse_prediction
-from agentspec.protocol.requests import SamplingFields, parse_form, with_extra
+from agentspec.protocol.requests import SamplingFields, with_extra
 from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
 from agentspec.step.report import observe

@@ -19,7 +19,7 @@ from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.deltas import UNKNOWN_TOKEN
-from agentspec.protocol.responses import ToolCalls, whole_arguments
+from agentspec.protocol.tools import ToolCalls, whole_arguments
 from agentspec.types import Delta, TokenLogprob, Usage
 
 PROVIDER = "agentspec"

@@ -21,7 +21,8 @@ from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.early_tools import EarlyTools
 from agentspec.langchain.labels import is_replayed, labels_of_agent
 from agentspec.langchain.messages import usage_of
-from agentspec.protocol.headers import PREFILL_HEADER, StepPolicy
+from agentspec.protocol.headers import PREFILL_HEADER
+from agentspec.protocol.policy import StepPolicy
 from agentspec.step.report import headers, model_call, unmetered
 from agentspec.step.scope import current, current_model, entered
 from agentspec.tools import ToolSession

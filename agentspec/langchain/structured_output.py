@@ -15,7 +15,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from agentspec.langchain.messages import why_invalid
-from agentspec.protocol.responses import CUT_OFF, whole_arguments
+from agentspec.protocol.tools import CUT_OFF, whole_arguments
 
 Method = Literal["function_calling", "json_schema", "json_mode"]
 Schema = dict[str, Any] | type

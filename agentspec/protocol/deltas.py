@@ -91,33 +91,6 @@ def merged(last: Delta, late: Delta) -> Delta:
     )
 
 
-class CallNumbers:
-    """Numbers the tool calls of one answer from 0, as they begin.
-
-    Servers count them in other ways, too: from 1, or each as 0, so that only ids and names distinguish calls.
-    """
-
-    def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._numbers: dict[int, int] = {}  # by the server's own
-
-    def numbered(self, delta: Delta) -> Delta:
-        calls = delta.extra.get("tool_calls")
-        if not calls:
-            return delta
-        numbered = [{**call, "index": self._number(call, at)} for at, call in enumerate(calls)]
-        return replace(delta, extra={**delta.extra, "tool_calls": numbered})
-
-    def _number(self, call: Mapping[str, Any], position: int) -> int:
-        place, id = call.get("index", position), str(call.get("id") or "")
-        number = self._numbers.get(place)
-        named = id and call.get("function", {}).get("name")  # vLLM gave each piece an id of its own, but no name
-        if number is None or (named and self._ids[number] not in ("", id)):
-            number = self._numbers[place] = len(self._ids)
-            self._ids.append(id)
-        return number
-
-
 def _extra(message: Mapping[str, Any]) -> dict[str, Any]:
     """The other fields of a message, without nulls. Raises `ValueError` for what JSON cannot write again, as NaN."""
     extra = {key: value for key, value in message.items() if key not in _MESSAGE_FIELDS and value is not None}

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from agentspec.errors import InvalidRequestError
-from agentspec.protocol.tool_names import CHOICES
 from agentspec.protocol.validation import (
     REQUIRED,
     TEXT,
     Closed,
     Model,
-    Refused,
     Text,
-    check_json,
-    must,
     one_of,
     read_one,
     read_parts,
     validated,
 )
-
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class TextPart(Model):
@@ -102,48 +94,6 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
     return {"role": role, **more, "content": text_of(content, f"{name}.content")}
 
 
-class _Named(Model):
-    name: Text = REQUIRED
-
-
-class _NamedTool(Model):
-    function: _Named = REQUIRED
-
-
-def _may_be_called(name: str) -> bool:
-    return _TOOL_NAME.fullmatch(name) is not None and name not in CHOICES
-
-
-class _Described(Model):
-    name: Annotated[Text, must(_may_be_called, " must be 1 to 128 letters, digits, '_', '-' or '.'")] = REQUIRED
-    parameters: dict[str, Any] | None = None
-
-
-class _Tool(Model):
-    type: Annotated[Any, one_of("function")] = "function"
-    function: _Described = REQUIRED
-
-
-def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
-    """`tools` as the client described them, without null fields."""
-    check_json(tools, "tools")
-    names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
-    if len(set(names)) < len(names):
-        raise InvalidRequestError("two tools have the same name", param="tools")
-    described = ({name: one for name, one in tool["function"].items() if one is not None} for tool in tools)
-    return tuple({"type": "function", "function": function} for function in described)
-
-
-def parse_tool_choice(value: Any) -> str:
-    """The tool choice: "none", "auto", "required" or the name of a tool."""
-    if not isinstance(value, str):
-        return _NamedTool.parse(value, "tool_choice").function.name
-    if value not in CHOICES:
-        message = "tool_choice must be none, auto, required or an object that names a tool"
-        raise InvalidRequestError(message, param="tool_choice")
-    return value
-
-
 class _Prediction(Closed):
     type: Annotated[Any, one_of("content")] = REQUIRED
     content: Any = None
@@ -152,22 +102,3 @@ class _Prediction(Closed):
 def parse_prediction(value: Any) -> str:
     """The text of a prediction `{"type": "content", "content": text or parts}`."""
     return text_of(_Prediction.parse(value, "prediction").content, "prediction.content")
-
-
-# Arguments that agentspec or Jinja set when the chat template is applied.
-_FIXED = frozenset(
-    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize"
-    " sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask"
-    " tokenizer_kwargs cycler dict joiner lipsum loop namespace raise_exception range self strftime_now".split()
-)
-
-
-def _may_be_set(arguments: dict[str, Any]) -> dict[str, Any]:
-    for key in arguments:
-        if key in _FIXED or not key.isidentifier():
-            raise Refused(f" may not set {key[:80]!r}")
-    check_json(arguments, "chat_template_kwargs")
-    return arguments
-
-
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_may_be_set)]

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.messages import (
-    TemplateArguments,
-    parse_message,
-    parse_prediction,
-    parse_tool_choice,
-    parse_tools,
-)
+from agentspec.protocol.forms import FORM_FIELDS, TemplateArguments, parse_form
+from agentspec.protocol.messages import parse_message, parse_prediction
+from agentspec.protocol.tools import parse_tool_choice, parse_tools
 from agentspec.protocol.validation import (
     MAX_TOKEN_ID,
-    OBJECT,
     Body,
     Closed,
     Count,
@@ -31,17 +26,12 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     Texts,
-    check_json,
     checked_length,
-    kind_of,
     must,
     one_of,
     only,
-    shown_name,
-    validated,
 )
-from agentspec.protocol.wire import loads
-from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -49,11 +39,9 @@ MAX_BIASES = 1024
 MAX_TOOLS = 128
 MAX_MESSAGES = 2048  # of a chat, or items of a response and those that it continues
 MAX_TOP_LOGPROBS = 20
-MAX_ALLOWED_ANSWERS = 4096  # of `choice`
 _HIGH = dict.fromkeys(("high", "xhigh", "max"), "high")
 EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", **_HIGH}
 """The efforts of all APIs, and the nearest of the three that chat templates know; None: no reasoning."""
-FORM_FIELDS = "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,82 +290,3 @@ def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:
 
 def _or(given: T | None, default: T) -> T:
     return default if given is None else given
-
-
-def _schema(value: Any) -> Any:
-    if isinstance(value, str):  # vLLM also accepts a schema as a JSON string
-        try:
-            value = loads(value)
-        except ValueError:
-            raise Refused(" is a string that is not JSON") from None
-    if not isinstance(value, (bool, dict)):
-        raise Refused(f" must be an object, not {kind_of(value)}")
-    return value
-
-
-_Answers = Annotated[list[Text], Field(max_length=MAX_ALLOWED_ANSWERS, fail_fast=True), AfterValidator(tuple)]
-_KINDS: dict[str, TypeAdapter[Any]] = {
-    "json": TypeAdapter(Annotated[Any, AfterValidator(_schema)]),
-    "json_object": TypeAdapter(bool),
-    "regex": TypeAdapter(Text),
-    "choice": TypeAdapter(_Answers),
-    "grammar": TypeAdapter(Text),
-}
-
-
-def parse_form(fields: Mapping[str, Any]) -> StructuredOutputs | None:
-    """The form that one of `fields` requires; None if it allows any text. Raises `InvalidRequestError` with `param`."""
-    given = {name: form for name, value in fields.items() if (form := _form(name, value)) is not None}
-    if len(given) > 1:
-        raise InvalidRequestError(f"send one of {', '.join(given)}, not all", param=next(iter(given)))
-    return next(iter(given.values()), None)
-
-
-def _form(name: str, value: Any) -> StructuredOutputs | None:
-    if name == "response_format":
-        return _response_format(name, validated(OBJECT, value, name))
-    if name != "structured_outputs":
-        return _of_kind(name.removeprefix("guided_"), name, value)
-    given = {kind: one for kind, one in validated(OBJECT, value, name).items() if one is not None}
-    if len(given) != 1:
-        raise InvalidRequestError(f"{name} must hold exactly one kind of form, not {len(given)}", param=name)
-    [(kind, one)] = given.items()
-    return _of_kind(kind, shown_name(f"{name}.{kind}"), one)
-
-
-def _response_format(name: str, wanted: Mapping[str, Any]) -> StructuredOutputs | None:
-    kind = wanted.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True, param=f"{name}.type")
-    if kind != "json_schema":
-        raise InvalidRequestError(f"{name}.type must be text, json_object or json_schema", param=f"{name}.type")
-    described = validated(OBJECT, wanted.get("json_schema"), f"{name}.json_schema")
-    return _of_kind("json", f"{name}.json_schema.schema", described.get("schema"))
-
-
-def _of_kind(kind: str, name: str, value: Any) -> StructuredOutputs:
-    if kind not in _KINDS:
-        raise InvalidRequestError(f"{name} is not supported by this model", param=name)
-    form = validated(_KINDS[kind], value, name)
-    check_json(form, name)
-    return StructuredOutputs(**{kind: form}, param=name)
-
-
-class _Format(Closed):
-    inert: ClassVar[frozenset[str]] = frozenset({"schema"})
-    type: Annotated[Text, one_of("text", "json_object", "json_schema")] = "text"
-    name: Text | None = None
-    description: Text | None = None
-    strict: bool | None = None
-
-
-def parse_format(value: Any, name: str) -> dict[str, Any]:
-    """The fields of a chat for the form that the field `name` of a Responses or a Messages request asks for."""
-    wanted = _Format.parse(value, name)
-    if wanted.type != "json_schema":
-        return {} if wanted.type == "text" else {"response_format": {"type": wanted.type}}
-    schema = validated(OBJECT, value.get("schema"), f"{name}.schema")
-    described = {"name": wanted.name or "answer", "schema": schema, **wanted.given("description", "strict")}
-    return {"response_format": {"type": wanted.type, "json_schema": described}}

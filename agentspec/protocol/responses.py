@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.wire import encode, loads
+from agentspec.protocol.tools import ToolCalls
+from agentspec.protocol.wire import encode
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
-CUT_OFF = ("length", "content_filter", "cancelled")  # finish reasons of answers that were not written to their end
 BLOCK = 512
 """The JSON of an obfuscated event is filled up to a multiple of this many bytes."""
 _OBFUSCATION = b',"obfuscation":"'
-
-
-@dataclass(slots=True)
-class ToolCalls:
-    """Tool calls of their pieces: each begins a new call or continues the arguments of one."""
-
-    _heads: list[dict[str, Any]] = field(default_factory=list)
-    _arguments: list[list[str]] = field(default_factory=list)
-
-    def add(self, pieces: Iterable[dict[str, Any]]) -> None:
-        for position, piece in enumerate(pieces):
-            index, function = piece.get("index", position), piece.get("function") or {}
-            if index < len(self._heads):
-                self._arguments[index].append(function.get("arguments") or "")
-            else:
-                head = {name: value for name, value in piece.items() if name != "index"}
-                self._heads.append({**head, "function": dict(function)})
-                self._arguments.append([])
-
-    def whole(self) -> list[dict[str, Any]]:
-        """The calls as far as they have been written."""
-        return [
-            _continued(head, rest) if rest else head for head, rest in zip(self._heads, self._arguments, strict=True)
-        ]
-
-
-def _continued(call: dict[str, Any], rest: Iterable[str]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": "".join([function.get("arguments") or "", *rest])}}
-
-
-def whole_arguments(arguments: Any, finish_reason: str | None) -> dict[str, Any] | None:
-    """The arguments of a tool call, as an object; None where the call must not run: if its arguments are no JSON object
-    or were cut off before they began, or a content filter refused it.
-    """
-    if finish_reason == "content_filter" or (not arguments and finish_reason in CUT_OFF):
-        return None
-    try:  # with line breaks inside of strings, but not with NaN or infinity, which JSON cannot write again
-        value = loads(arguments or "{}", strict=False)
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 @dataclass(slots=True)
@@ -74,7 +30,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
-    _calls: ToolCalls = field(default_factory=ToolCalls)
+    _calls: ToolCalls | None = None
     _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
     _values: dict[str, Any] = field(default_factory=dict)  # and those that come whole
 
@@ -86,6 +42,7 @@ class Choice:
         self.stop_reason = delta.stop_reason or self.stop_reason
         for name, value in delta.extra.items():
             if name == "tool_calls":
+                self._calls = self._calls or ToolCalls()
                 self._calls.add(value)
             elif isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
@@ -100,8 +57,7 @@ class Choice:
     def extra(self) -> dict[str, Any]:
         """The further fields, put together at each use."""
         texts = {name: "".join(pieces) for name, pieces in self._texts.items()}
-        calls = self._calls.whole()
-        return {**self._values, **texts, **({"tool_calls": calls} if calls else {})}
+        return {**self._values, **texts, **({"tool_calls": self._calls.whole()} if self._calls else {})}
 
 
 @dataclass(slots=True)

@@ -13,16 +13,13 @@ from starlette.types import Scope
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.protocol.headers import (
-    ANY,
-    MAX_LABEL,
-    PREFIX,
-    StepPolicy,
     label_headers,
     read_labels,
     read_switch,
     refuse_misspelt,
     switched_off,
 )
+from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, StepPolicy
 from agentspec.protocol.wire import object_in
 from agentspec.proxy.body.upstream_fields import check_head
 from agentspec.types import GenerateRequest, Labels

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.protocol.openai_responses.items import ARGUMENT
-from agentspec.protocol.tool_names import ToolNames, key_of
+from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.recordings.calls import (
     OnBad,
     RecordedCall,

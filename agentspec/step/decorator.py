@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
-from agentspec.protocol.headers import StepPolicy
+from agentspec.protocol.policy import StepPolicy
 from agentspec.step.report import statistics
 from agentspec.step.scope import CallScope, current
 from agentspec.types import Labels

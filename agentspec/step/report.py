@@ -10,7 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentspec.protocol.headers import StepPolicy, label_headers
+from agentspec.protocol.headers import label_headers
+from agentspec.protocol.policy import StepPolicy
 from agentspec.step.scope import current, current_labels, current_policy, entered
 from agentspec.types import Labels, Speculation, Usage
 

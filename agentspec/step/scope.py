@@ -14,7 +14,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.headers import StepPolicy
+from agentspec.protocol.policy import StepPolicy
 from agentspec.types import Labels
 
 P = ParamSpec("P")

@@ -19,8 +19,10 @@ from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.upstream import Upstream
 from agentspec.errors import InvalidRequestError, UpstreamError
-from agentspec.protocol.deltas import CallNumbers, merged, to_delta
-from agentspec.protocol.headers import label_headers, policy_of, switched_off
+from agentspec.protocol.deltas import merged, to_delta
+from agentspec.protocol.headers import label_headers, switched_off
+from agentspec.protocol.policy import policy_of
+from agentspec.protocol.tools import CallNumbers
 from agentspec.protocol.wire import SseDecoder
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError
-from agentspec.protocol.requests import FORM_FIELDS
+from agentspec.protocol.forms import FORM_FIELDS
 from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend, StepLimits, Stopwatch
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.delegation.trace import Trace

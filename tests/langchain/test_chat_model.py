@@ -32,7 +32,7 @@ from agentspec.errors import (
 )
 from agentspec.langchain import ChatAgentSpec
 from agentspec.langgraph import label
-from agentspec.protocol.responses import whole_arguments
+from agentspec.protocol.tools import whole_arguments
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.step import report, step, workflow

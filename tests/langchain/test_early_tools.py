@@ -17,9 +17,9 @@ from langgraph.graph import MessagesState, StateGraph
 from langgraph.prebuilt import InjectedState
 from pydantic import SecretStr
 
+from agentspec import StepPolicy
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec, EarlyTools
 from agentspec.langchain.early_tools import blocks
-from agentspec.protocol.headers import StepPolicy
 from agentspec.runtime import Runtime
 from agentspec.step import current_labels, current_policy, report
 from agentspec.testing import FakeBackend

@@ -19,10 +19,10 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command, Send, interrupt
 from pydantic import SecretStr
 
+from agentspec import StepPolicy
 from agentspec.errors import ConfigurationError
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec
 from agentspec.langgraph import label
-from agentspec.protocol.headers import StepPolicy
 from agentspec.runtime import Runtime
 from agentspec.step import report, step, workflow
 from agentspec.testing import Answer, FakeBackend, Scripted

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import UpstreamError
-from agentspec.protocol.deltas import CallNumbers, merged, read_usage, to_delta
+from agentspec.protocol.deltas import merged, read_usage, to_delta
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.responses import Accumulator, ChatWriter, speculation_member, usage_object
 from agentspec.protocol.speculation import (
@@ -21,6 +21,7 @@ from agentspec.protocol.speculation import (
     read_speculation,
     summed,
 )
+from agentspec.protocol.tools import CallNumbers
 from agentspec.protocol.wire import encode
 from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, TokenLogprob, Usage
 

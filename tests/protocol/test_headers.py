@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentspec import StepPolicy
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.headers import (
-    StepPolicy,
     label_headers,
     read_labels,
     read_policy,

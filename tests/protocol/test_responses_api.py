@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from agentspec.protocol.messages import parse_message
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import Conversation, Item, parse_input, parse_responses
-from agentspec.protocol.tool_names import ToolNames, key_of
+from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.types import Delta, FinishReason, Usage
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
-from agentspec.protocol.tool_names import ToolNames, key_of
+from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.types import Delta
 
 VALID = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -14,8 +14,9 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import model_validator
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import EFFORTS, MAX_MESSAGES, MAX_TOOLS, SAMPLED, SamplingFields, parse_format
-from agentspec.protocol.tool_names import ToolNames, key_of
+from agentspec.protocol.forms import check_json, parse_format
+from agentspec.protocol.requests import EFFORTS, MAX_MESSAGES, MAX_TOOLS, SAMPLED, SamplingFields
+from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.protocol.validation import (
     INERT,
     REQUIRED,
@@ -27,7 +28,6 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     Texts,
-    check_json,
     checked_length,
     must,
     one_of,

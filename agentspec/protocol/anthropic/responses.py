@@ -10,14 +10,8 @@ from typing import Any
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import (
-    CUT_OFF,
-    Accumulator,
-    ToolCalls,
-    speculation_member,
-    thoughts_of,
-    whole_arguments,
-)
+from agentspec.protocol.responses import Accumulator, speculation_member, thoughts_of
+from agentspec.protocol.tools import CUT_OFF, ToolCalls, whole_arguments
 from agentspec.types import Delta, Usage
 
 _STOP_REASONS = {

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from agentspec.protocol.openai_responses.items import Item, input_of, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.responses import speculation_member, thoughts_of, whole_arguments
+from agentspec.protocol.responses import speculation_member, thoughts_of
+from agentspec.protocol.tools import whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
 Event = dict[str, Any]

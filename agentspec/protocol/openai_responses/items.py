@@ -16,9 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 from pydantic import AfterValidator, Field
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.forms import check_json
 from agentspec.protocol.messages import TextPart
 from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS
-from agentspec.protocol.tool_names import CHOICES, Key, ToolNames, key_of
+from agentspec.protocol.tools import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.validation import (
     REQUIRED,
     TEXT,
@@ -26,7 +27,6 @@ from agentspec.protocol.validation import (
     Model,
     NonEmpty,
     Text,
-    check_json,
     checked_length,
     one_of,
     read_one,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.forms import parse_format
 from agentspec.protocol.openai_responses.items import (
     ADDITIONAL_TOOLS,
     CALL_OUTPUTS,
@@ -28,8 +29,8 @@ from agentspec.protocol.openai_responses.items import (
     offered_tools,
     parse_input,
 )
-from agentspec.protocol.requests import EFFORTS, MAX_TOOLS, SAMPLED, SamplingFields, check_stream_options, parse_format
-from agentspec.protocol.tool_names import ToolNames, key_of
+from agentspec.protocol.requests import EFFORTS, MAX_TOOLS, SAMPLED, SamplingFields, check_stream_options
+from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.protocol.validation import INERT, Body, Closed, Count, Text, must, one_of, only
 
 _SYSTEM = ("system", "developer")

@@ -1,0 +1,101 @@
+"""How the model calls of a step are to be served: as code says it, and as headers carry it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import quote
+
+from agentspec.errors import InvalidRequestError
+from agentspec.types import GenerateRequest
+
+PREFIX = "x-agentspec-"
+MAX_LABEL = 256
+MAX_PRIORITY = 2**31 - 1
+PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_LABEL
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_priority(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_PRIORITY
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("strategy", "model"), (f"a name of 1 to {MAX_LABEL} characters", _is_name)),
+    **dict.fromkeys(("latency_ms_per_token", "deadline_s"), ("a number above 0", _is_above_0)),
+    "priority": ("a whole number from 0, served first", _is_priority),
+    **dict.fromkeys(("store", "speculation"), ("true or false", _is_switch)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """How the model calls of a step are to be served. None of it changes what a model would answer, but the choice of
+    `model` and of `strategy`. What is None is left to the step or workflow around it.
+
+    `strategy` is a kind of strategy ("specreason"), the name of a `[models.NAME]` table with one, or "plain" for none.
+    `latency_ms_per_token` is what a stream should keep after its first token, `deadline_s` the seconds from now in
+    which the step should be over: both are goals, and no call is refused for them. Calls with a lower `priority` are
+    served first; 0 is the first. `store=False` keeps no tokens, `speculation=False` drafts none.
+
+    Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
+    """
+
+    strategy: str | None = None
+    model: str | None = None
+    latency_ms_per_token: float | None = None
+    deadline_s: float | None = None
+    priority: int | None = None
+    store: bool | None = None
+    speculation: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, (rule, holds) in _RULES.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise InvalidRequestError(f"{name} must be {rule}, not {value!r:.100}", param=name)
+
+    def inside(self, around: StepPolicy) -> StepPolicy:
+        """This policy, with what it leaves open taken from the policy `around` it."""
+        names = [field.name for field in fields(self)]
+        return StepPolicy(**{name: _given(getattr(self, name), getattr(around, name)) for name in names})
+
+    def headers(self) -> dict[str, str]:
+        """The headers that carry all but the model, which a request names, and the switches, which have their own."""
+        given = {} if self.strategy is None else {f"{PREFIX}strategy": quote(self.strategy, safe=PRINTABLE)}
+        numbers = {name: getattr(self, name) for name in ("latency_ms_per_token", "deadline_s", "priority")}
+        return given | {header_of(name): f"{value:.10g}" for name, value in numbers.items() if value is not None}
+
+
+ANY = StepPolicy()
+
+
+def policy_of(request: GenerateRequest) -> StepPolicy:
+    """What `request` asks of the gateway that may answer it."""
+    return StepPolicy(
+        strategy=request.strategy,
+        latency_ms_per_token=request.latency_target_ms_per_token,
+        deadline_s=request.deadline_s,
+        priority=request.priority or None,
+    )
+
+
+def header_of(name: str) -> str:
+    return PREFIX + name.replace("_", "-")
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
