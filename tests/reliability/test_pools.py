@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import ssl
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -51,15 +48,6 @@ def refuses(status: int, body: bytes = b'{"error": {"message": "no"}}', **header
     return lambda request: request.answer(body, status, **headers)
 
 
-def hangs_up(request: Any) -> None:
-    request.connection.close()
-
-
-def unreachable() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-
-
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_u1_a_refusal_keeps_its_words_when_nobody_else_takes_the_call(gateway: Any, upstream: Any, path: str) -> None:
     busy = refuses(429, b'{"message": "slow down, please"}', retry_after_ms="20")
@@ -67,35 +55,6 @@ def test_u1_a_refusal_keeps_its_words_when_nobody_else_takes_the_call(gateway: A
     response = httpx.post(f"{running.url}{path}", json={**BODY, "max_tokens": 5}, timeout=60, verify=TRUST)
     assert response.status_code == 429 and "slow down, please" in response.json()["error"]["message"]
     assert response.json()["error"]["type"] == "rate_limit_error"
-
-
-def test_u1_a_wait_beyond_the_clients_deadline_is_not_begun(gateway: Any, upstream: Any) -> None:
-    server = upstream(refuses(429, retry_after="30"))
-    response = post(gateway({}, pool(server.url, server={"request_timeout": 20.0})))
-    assert response.status_code == 429 and response.headers["retry-after"] == "30" and len(server.requests) == 1
-
-
-def hangs_up_at_once(listener: socket.socket) -> None:
-    with suppress(OSError):  # the test is over
-        while True:
-            listener.accept()[0].close()
-
-
-@pytest.mark.parametrize("why", ["refused", "reset", "dns", "tls"])
-def test_u3_a_server_that_cannot_be_reached_is_left_for_another(gateway: Any, upstream: Any, why: str) -> None:
-    closing = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=hangs_up_at_once, args=(closing,), daemon=True).start()
-    url = {
-        "refused": unreachable(),
-        "reset": upstream(hangs_up).url,
-        "dns": "http://no-such-host.invalid/v1",
-        "tls": f"https://127.0.0.1:{closing.getsockname()[1]}/v1",
-    }[why]
-    working = upstream(says("hello"))
-    running = gateway({}, pool(url, working.url))
-    with closing:
-        assert [post(running).status_code for _ in range(4)] == [200] * 4
-    assert len(working.requests) == 4
 
 
 def test_u10_with_every_breaker_open_calls_fail_at_once_and_say_when_to_come_back(gateway: Any, upstream: Any) -> None:

@@ -12,18 +12,10 @@ from agentspec.backends.engine_plugin.request_state import (
     PREDICTION,
     RequestInfo,
     RequestState,
-    labels_in,
     prediction_in,
     seconds_per_token_in,
 )
 from agentspec.speculation.governor import RequestStats
-from agentspec.types import Labels
-
-
-def test_labels() -> None:
-    assert labels_in({"agentspec_session": "s", "agentspec_workflow": 3, "agentspec_step": "plan", "session": "x"}) == (
-        Labels("s", None, "plan")
-    )
 
 
 @pytest.mark.parametrize(

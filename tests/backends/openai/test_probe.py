@@ -9,7 +9,6 @@ import pytest
 from agentspec.backends.base import tokenization_of
 from agentspec.backends.openai import OpenAIBackend, ProbeReport
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import UpstreamError
 
 pytestmark = pytest.mark.anyio
 
@@ -98,21 +97,6 @@ async def test_requests_are_one_token_and_capabilities_follow(model: str | None,
     assert probed.capabilities.token_ids and probed.capabilities.continue_final
 
 
-async def test_an_ability_that_takes_its_time_at_first_is_found() -> None:
-    able = Upstream("logprobs", "ids")
-    waited: list[str] = []
-
-    def slow(request: httpx.Request) -> httpx.Response:
-        field = next((name for name in ("logprobs", "return_token_ids") if name.encode() in request.content), None)
-        if field is not None and waited.count(field) < (1 if field == "logprobs" else 2):
-            waited.append(field)
-            raise httpx.ReadTimeout("preparing")
-        return able(request)
-
-    report = await backend(slow).probe(1.0)
-    assert report.logprobs and not report.token_ids and report.answers
-
-
 async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     probed = backend(Upstream("ids", "tokenizer"))
     assert tokenization_of(probed) is None
@@ -134,28 +118,6 @@ async def test_u12_a_tokenizer_that_is_not_the_models_is_found_at_the_start(capl
     report = await other.probe()
     assert report.other_tokenizer and not report.tokenizes and report.token_ids
     assert tokenization_of(other) is None and "tokenizer is not that of its model" in caplog.text
-
-
-async def test_a_rendered_prompt_shows_tools_and_what_the_template_is_told() -> None:
-    asked: list[Any] = []
-
-    def tokenizer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
-        return answer({"tokens": [1]} if request.url.path.endswith("/tokenize") else {"prompt": "p"})
-
-    side = backend(tokenizer).tokenizer_of("m")
-    tool = {"type": "function", "function": {"name": "add"}}
-    assert await side.render([{"role": "user", "content": "hi"}], [tool], {"enable_thinking": False}) == "p"
-    assert asked[0]["tools"] == [tool] and asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    await side.render([{"role": "user", "content": "hi"}])
-    assert "tools" not in asked[2] and "chat_template_kwargs" not in asked[2]
-
-
-async def test_a_tokenizer_of_another_form_is_an_upstream_error() -> None:
-    side = backend(lambda request: answer({"x": 1})).tokenizer_of("m")
-    for asked in (side.tokenize("a"), side.detokenize([1])):
-        with pytest.raises(UpstreamError, match="form that is not known"):
-            await asked
 
 
 def refuse(request: httpx.Request) -> httpx.Response:

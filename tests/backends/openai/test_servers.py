@@ -272,22 +272,6 @@ async def test_a_latency_goal_that_is_no_positive_number_is_refused(goal: object
     assert caught.value.param == "latency_target_ms_per_token"
 
 
-def test_the_drafter_is_asked_for_again_after_a_while(in_virtual_time: Any) -> None:
-    async def work() -> None:
-        server = Server(metrics=COUNTERS)
-        upstream = backend(server)
-        assert not await upstream.keeps_latency(CHAT)
-        server.metrics = COUNTERS + DRAFTER
-        assert not await upstream.keeps_latency(CHAT) and server.paths.count("/metrics") == 1
-        await asyncio.sleep(70)
-        assert await upstream.keeps_latency(CHAT)
-        server.down = True
-        await asyncio.sleep(70)
-        assert await upstream.keeps_latency(CHAT)  # silence is no other drafter
-
-    in_virtual_time(work())
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import importlib.util
 import inspect
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,7 +26,6 @@ from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
 from agentspec.backends.sglang.drafting import to_arrays
 from agentspec.cache import SuffixCache
-from agentspec.types import path_length
 from tests.backends.conftest import Unpack, stored
 from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of
 from tests.backends.sglang.test_tree_layout import random_tree
@@ -102,34 +99,6 @@ def test_the_worker_makes_its_corpus_as_ours_can_be_made(sglang: Path) -> None:
     assert {"draft_token_num", "external_corpus_max_tokens"} <= options and None not in options
 
 
-def test_its_registry_applies_our_hook(sglang: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "sglang.srt.plugins.hook_registry", sglang / "srt/plugins/hook_registry.py"
-    )
-    assert spec and spec.loader
-    registry = importlib.util.module_from_spec(spec)
-    modules = {name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.plugins")}
-    modules["sglang"].__path__ = [str(sglang)]
-    modules |= {spec.name: registry, "sglang.srt.speculative": ModuleType("sglang.srt.speculative")}
-    info = modules["sglang.srt.speculative.spec_info"] = ModuleType("sglang.srt.speculative.spec_info")
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-        if (parent := name.rpartition(".")[0]) in modules:
-            setattr(modules[parent], name.rpartition(".")[2], module)
-    exec(
-        "import enum\nclass SpeculativeAlgorithm(enum.Enum):\n  NGRAM = 1\n  def create_worker(self, args): return int",
-        vars(info),
-    )
-    spec.loader.exec_module(registry)
-    seen: list[object] = []
-    monkeypatch.setattr(plugin, "create_worker", lambda original, *given: (seen.append(given), original(*given))[1])
-    plugin.install()
-    registry.HookRegistry.apply_hooks()
-    ngram = vars(info)["SpeculativeAlgorithm"].NGRAM
-    assert ngram.create_worker("arguments") is int
-    assert seen == [(ngram, "arguments")]
-
-
 def test_our_trees_verify_the_paths_that_its_corpus_would_verify(sglang: Path, tmp_path: Path) -> None:
     """Random trees through the released C++ layout and ours: the same paths, and of each node the same ancestors."""
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -167,31 +136,6 @@ def described(tokens: np.ndarray, mask: np.ndarray) -> set[tuple[tuple[int, ...]
         (path_to(ids, parents, node), tuple(ids[other] for other in np.flatnonzero(rows[node])))
         for node in range(len(ids))
     }
-
-
-def test_its_links_between_nodes_lead_along_our_trees(worker: Any) -> None:
-    """The verifier walks by first child and next sibling, which the release derives from the mask."""
-    rng = random.Random(8)
-    for _ in range(100):
-        trees = [random_tree(rng, NODES - 1) for _ in range(3)]
-        tokens, mask = to_arrays([9] * 3, trees, NODES)
-        children, siblings = worker._derive_tree_links(mask, 3, NODES)
-        rows = tokens.reshape(3, NODES).tolist()
-        for row, tree in enumerate(trees):
-            text = [rng.randrange(1, 4) for _ in range(NODES)]
-            assert walked(rows[row], children[row].tolist(), siblings[row].tolist(), text) == path_length(*tree, text)
-
-
-def walked(tokens: list[int], children: list[int], siblings: list[int], text: list[int]) -> int:
-    at = count = 0
-    for token in text:
-        node = children[at]
-        while node >= 0 and tokens[node] != token:
-            node = siblings[node]
-        if node < 0:
-            break
-        at, count = node, count + 1
-    return count
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -48,14 +48,6 @@ def test_a_second_answer_is_drafted_from_the_first(corpora: Corpora, cache: Suff
     assert stats.accepted >= len(TEXT) / 2
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_requests_side_by_side_keep_to_their_own(corpora: Corpora, cache: SuffixCache, overlap: bool) -> None:
-    server = scheduler(corpora(), overlap=overlap)
-    server.run(Req("a", TEXT, TEXT), Req("b", OTHER, OTHER[:40]), Req("c", [7], [5, 6]))
-    assert server.worker.ngram_corpus.flush()
-    assert stored(cache) == [[5, 6], TEXT, OTHER[:40]]
-
-
 def test_a_request_that_was_set_back_goes_on_and_is_kept_up_to_where_it_stopped(
     corpora: Corpora, cache: SuffixCache
 ) -> None:
@@ -116,16 +108,6 @@ def test_an_output_is_kept_as_it_ended(
     assert stored(cache) == kept and state[len(IndexDrafter().state()) :: 3].tolist() == ends
 
 
-@pytest.mark.parametrize("off", ["off", False, None, ["on"]])
-def test_what_is_switched_off_or_cannot_be_read_is_off(corpora: Corpora, cache: SuffixCache, off: object) -> None:
-    corpus = corpora()
-    scheduler(corpus).run(Req("a", [1], TEXT, sampling_params=custom(agentspec_store=off)))
-    assert corpus.flush()
-    assert stored(cache) == []
-    params = custom(agentspec_speculation=off, agentspec_prediction=TEXT)
-    assert first_tree(corpus, Req("b", TEXT, TEXT, sampling_params=params), TEXT) == 0
-
-
 def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None:
     server = scheduler(corpora())
     server.run(Req("a", [1], TEXT))
@@ -167,9 +149,10 @@ def custom(**params: Any) -> SimpleNamespace:
 
 def test_what_a_request_says_of_itself() -> None:
     params = custom(agentspec_session="s", agentspec_workflow="w", agentspec_step=3, agentspec_prediction=[1, 2])
+    params.custom_params |= {"agentspec_store": "off", "agentspec_speculation": ["on"]}
     info = request_info(Req("a", [1], [], sampling_params=params, session_id="theirs", lora_id="l", extra_key="kl"))
     assert info.labels == Labels("s", "w", None)
-    assert (info.prediction, info.salt, info.adapter) == ((1, 2), "k", "l")
+    assert (info.prediction, info.salt, info.adapter) == ((1, 2), "k", "l") and not info.store and not info.speculation
     assert request_info(Req("a", [1], [], session_id="theirs")).labels.session == "theirs"
     session = SimpleNamespace(session_id="opened")
     plain = request_info(Req("a", [1], [], session=session, sampling_params=custom(agentspec_prediction="no")))

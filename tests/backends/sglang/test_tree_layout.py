@@ -43,13 +43,6 @@ def test_random_trees_are_verified_as_what_they_are(seed: int) -> None:
             assert verified(tokens[row].tolist(), parents, text) == path_length(*tree, text)
 
 
-def test_a_tree_that_is_too_small_ends_in_a_chain() -> None:
-    tokens, mask = to_arrays([7, 8], [TokenTree([1, 2], [-1, -1]), EMPTY_TREE], 5)
-    assert tokens.tolist() == [7, 1, 2, 0, 0, 8, 0, 0, 0, 0]
-    assert parents_of(mask.reshape(2, 5, 5)[0]) == [-1, 0, 0, 2, 3]
-    assert parents_of(mask.reshape(2, 5, 5)[1]) == [-1, 0, 1, 2, 3]
-
-
 def test_tokens_that_the_model_does_not_know_go_with_all_below() -> None:
     tree = TokenTree([1, 50, 2, 3, 4], [-1, 0, 1, 0, 3])
     assert within(tree, 50) == TokenTree([1, 3, 4], [-1, 0, 1])

@@ -86,24 +86,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("clock", [Clock(0.075, 0.005), Clock(0.02, 0.0005)])
-def test_what_a_step_costs_is_learned_while_requests_come_and_go(
-    drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    """Answers of three steps each, so that no two rounds have the same requests, beside prompts that are read."""
-    monkeypatch.setattr(drafting, "perf_counter", clock)
-    running: list[tuple[Client, int]] = []
-    for step in range(60):
-        computed = 20 + sum(1 + client.state.chain.drafted for client, _ in running)
-        clock.now += clock.seconds(computed)
-        running = [(client, at + 4) for client, at in running if at < 8] + [(Client(drafter, TEXT[: 30 + step % 7]), 0)]
-        drafter.flush()
-        drafter.propose([client.turn(TEXT[at : at + 4], 16) for client, at in running], computed=computed)
-    drafter.flush()
-    for size in (24, 40, 64):
-        assert drafter._cost.seconds(size) == pytest.approx(clock.seconds(size), rel=0.1)
-
-
 @pytest.mark.parametrize("predicted", [None, np.tile(TEXT, 2)])
 def test_who_is_behind_its_latency_goal_is_served_first(
     drafter: ServerDrafter, monkeypatch: pytest.MonkeyPatch, predicted: Tokens | None
@@ -192,15 +174,3 @@ def test_a_memory_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     go.set()
     assert sum(map(bool, chains)) > 3
     drafter.close()
-
-
-def test_an_error_of_ours_is_logged_once_and_nothing_is_proposed(caplog: pytest.LogCaptureFixture) -> None:
-    with SuffixCache.open() as cache:
-        drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
-        client = Client(drafter, TEXT)
-        drafter.flush()
-        client.state.length = None  # type: ignore[assignment]
-        for _ in range(2):
-            assert drafter.propose([client.turn(TEXT[:2], 4)]) == [[]]
-        assert caplog.text.count("went without drafts") == 1
-        drafter.close()

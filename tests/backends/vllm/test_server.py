@@ -128,41 +128,6 @@ def test_same_answers_in_fewer_steps_also_after_kill_and_restart(
     server.stop()
 
 
-@pytest.mark.parametrize("kind", ["folder", "postgres"])
-def test_what_one_replica_said_another_drafts_two_seconds_later(
-    launch: Launch, tmp_path: Path, request: pytest.FixtureRequest, kind: str
-) -> None:
-    if kind == "folder":
-        where = {"AGENTSPEC_CACHE_PATH": str(tmp_path / "cache")}
-    else:
-        where = {"AGENTSPEC_STORE_URL": request.getfixturevalue("postgres")}
-    one, other = (launch(name, **where) for name in ("writer", "follower"))
-    said = ask(one, PROMPTS[0], max_tokens=96)
-    time.sleep(2)
-    heard = ask(other, PROMPTS[0], max_tokens=96)
-    assert heard.text == said.text
-    assert heard.steps < min(said.steps, heard.tokens / 3)
-    for server in (one, other):
-        server.stop()
-
-
-def test_a_full_disk_costs_nothing_and_is_made_up_for(
-    launch: Launch, plain: list[list[Token]], tmp_path: Path, preload: Path
-) -> None:
-    full = tmp_path / "full"
-    where = {"AGENTSPEC_CACHE_PATH": str(tmp_path / "cache")}
-    server = launch("full", **where, LD_PRELOAD=str(preload), FAULT_FULL=str(full))
-    full.touch()
-    assert exact(server, plain)
-    assert tokens_per_step(server) > 3
-    full.unlink()
-    time.sleep(3)
-    server.kill()
-    server = launch("room", **where)
-    assert tokens_per_step(server) > 3
-    server.stop()
-
-
 def test_what_clients_may_ask_for(launch: Launch, plain: list[list[Token]]) -> None:
     """Leaving in mid-stream, JSON by schema, salts, answers that reach the model's length; there is no database."""
     server = launch("odd", AGENTSPEC_STORE_URL="postgresql://nobody@127.0.0.1:1/none")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.benchmarks.gateway.bench import QUICK, GatewayReport, run_gateway
+from agentspec.benchmarks.gateway.bench import QUICK, run_gateway
 
 pytest.importorskip("uvicorn")
 
@@ -29,12 +29,3 @@ def test_figures_of_a_tiny_run() -> None:
     assert data["plan"]["calls"] == 100 and len(data["runs"]["rate_2"]) == 1
     [table] = report.show()
     assert table.row_count == len(figures)  # type: ignore[union-attr]
-
-
-def test_a_report_takes_the_median_and_judges_it() -> None:
-    report = GatewayReport(QUICK)
-    for value in (0.8, 0.4, 3.0):
-        report.add({"call_processor_16": value})
-    [figure] = report.figures()
-    assert (figure.name, figure.value) == ("processor time per call, 16 connections", 0.8)
-    assert figure.verdict == "met" and figure.note == "3 runs, 0.4 to 3"

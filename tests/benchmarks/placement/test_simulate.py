@@ -7,15 +7,10 @@ import pytest
 from agentspec.benchmarks.placement.scenario import EngineCosts, Scenario
 from agentspec.benchmarks.placement.simulate import Simulation
 from agentspec.benchmarks.placement.workload import (
-    CHARACTERS_PER_TOKEN,
-    RECORDED_TOKEN_SECONDS,
     CallShape,
     SessionShape,
-    shapes,
 )
 from agentspec.placement import POLICIES
-from agentspec.recordings.calls import RecordedCall
-from agentspec.types import Labels
 
 SMALL = EngineCosts(kv_tokens=20_000, max_running=8)
 
@@ -44,16 +39,6 @@ def _one_after_the_other():
     return Scenario(engines=1, policy="least_loaded", costs=costs), shape
 
 
-def test_a_session_alone_takes_the_sum_of_its_calls_and_pauses():
-    costs = EngineCosts(context_token=0.0)
-    counts = _run([_session()], sessions=1, pause=3.0, pause_spread=0.0, costs=costs)
-    shape = _session()
-    read = [1624, *(call.prompt - call.keep for call in shape.calls[1:])]
-    alone = sum(costs.alone(new, 40) for new in read) + 3 * 3.0
-    assert counts.session_seconds[0] == pytest.approx(alone, rel=0.02)  # blocks of 16 tokens are read again
-    assert counts.figures()["hits_of_ideal"] == 1.0
-
-
 def test_the_queue_of_an_engine_is_as_long_as_queueing_theory_says():
     """M/D/1, by the formula of Pollaczek and Khinchine."""
     scenario, shape = _one_after_the_other()
@@ -73,26 +58,3 @@ def test_every_session_ends_once_under_every_policy(policy, order):
     assert figures["sessions"] == 120
     assert figures["calls"] == calm.figures()["calls"]
     assert counts.hit_tokens <= counts.ideal_tokens <= counts.prompt_tokens
-
-
-def _calls(session, question, turns=3, at=None):
-    messages = [{"role": "system", "content": "s" * 4000}, {"role": "user", "content": question * 400}]
-    for turn in range(turns):
-        answer = {"role": "assistant", "content": f"{turn}" * 80}
-        created = None if at is None else at + 10.0 * turn
-        yield RecordedCall("f:1", Labels(session, None, None), list(messages), answer, created_at=created)
-        messages += [answer, {"role": "tool", "content": "r" * 200}]
-
-
-def test_recorded_sessions_grow_by_what_is_new_and_share_their_beginning():
-    (alone,) = shapes({"file": _calls("one", "a", at=1000.0)})
-    first, second, third = alone.calls
-    assert (alone.workflow, alone.shared, first.keep, first.pause) == ("file", (), 0, None)
-    assert second.keep == pytest.approx(first.prompt + first.answer, abs=1)
-    assert second.prompt - second.keep == pytest.approx(200 / CHARACTERS_PER_TOKEN, abs=4)
-    assert third.prompt - third.keep == pytest.approx(second.prompt - second.keep, abs=1)
-    assert second.pause == pytest.approx(10.0 - RECORDED_TOKEN_SECONDS * second.answer)
-    one, other = shapes({"file": [*_calls("one", "a"), *_calls("two", "b")]})
-    assert one.shared == other.shared and 900 < one.shared_tokens <= 1005
-    assert one.shared_tokens + one.calls[0].prompt == first.prompt and one.calls[1].pause is None
-    assert one.calls[2].keep + one.shared_tokens == third.keep

@@ -124,17 +124,6 @@ def test_an_output_is_kept_as_it_ended(
     assert recorded(cache) == kept
 
 
-@pytest.mark.parametrize("off", ["off", False, None, ["on"]])
-def test_what_is_switched_off_or_cannot_be_read_is_off(
-    runner: Runner, late: Late, cache: SuffixCache, off: object
-) -> None:
-    learn(runner, late, xargs={"agentspec_store": off})
-    assert recorded(cache) == []
-    learn(runner, late)
-    assert learn(runner, late, [*PROMPT, *ANSWER], xargs={"agentspec_speculation": off}) == len(ANSWER)
-    assert recorded(cache) == [ANSWER] * 2
-
-
 def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     learn(runner, late, salt="pepper")
     assert learn(runner, late) == len(ANSWER)
