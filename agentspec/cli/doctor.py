@@ -133,14 +133,14 @@ def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
     """Each server of an upstream: listed, or by DNS."""
     import anyio
 
-    from agentspec.backends.pool.fleet import DiscoveryError, discover
+    from agentspec.backends.pool.fleet import discover
 
     if not settings.has_several_servers:
         yield from check_upstream(name, settings)
         return
     try:
         found = anyio.run(discover, settings)
-    except (DiscoveryError, AgentSpecError) as error:
+    except (OSError, UnicodeError, AgentSpecError) as error:
         yield Check(f"{name}: upstream", "fail", str(error), f"correct backends.{name}")
         return
     for one in found:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestState
 from agentspec.backends.engine_plugin.settings import DrafterSettings
@@ -26,14 +26,6 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype") 
 logger = logging.getLogger(__name__)
 
 
-class ServedModel(Protocol):
-    """The model an engine serves: vLLM's `ModelConfig` is one."""
-
-    hf_config: Any
-    tokenizer: Any
-    tokenizer_revision: Any
-
-
 def close_at_exit(close: Callable[[], None]) -> None:
     """Call `close` when the process ends, also if it was forked by `multiprocessing`."""
     atexit.register(close)
@@ -41,8 +33,11 @@ def close_at_exit(close: Callable[[], None]) -> None:
         Finalize(None, close, exitpriority=10)  # a forked process skips atexit handlers
 
 
-def open_router(settings: DrafterSettings, model: ServedModel) -> CacheRouter:
-    """The router for a server, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
+def open_router(settings: DrafterSettings, model: Any) -> CacheRouter:
+    """The router for a server, with its cache open, for a `model` with the fields of vLLM's `ModelConfig`.
+
+    Raises `ConfigurationError` and `CacheError`s.
+    """
     chosen, cache = settings.cache, settings.cache.open()
     decode = _decoder(model) if chosen.refuse_patterns else None
     logger.info(
@@ -88,7 +83,7 @@ class CacheRouter:
         self._cache.close()
 
 
-def namespace_of(model: ServedModel, tenant: str) -> Namespace:
+def namespace_of(model: Any, tenant: str) -> Namespace:
     """The namespace of an engine's model. Replicas that serve the same files from different folders share it."""
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
     fingerprint = json.dumps(described, sort_keys=True, default=str)
@@ -102,7 +97,7 @@ def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
     return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
 
 
-def _tokenizer_bytes(model: ServedModel) -> bytes:
+def _tokenizer_bytes(model: Any) -> bytes:
     """The content of the tokenizer's file; its name and revision if there is no local file."""
     file = Path(model.tokenizer) / "tokenizer.json"
     if not file.is_file():
@@ -121,7 +116,7 @@ def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _decoder(model: ServedModel) -> Callable[[Sequence[int]], str]:
+def _decoder(model: Any) -> Callable[[Sequence[int]], str]:
     """A function from token ids to text, for a cache with `refuse_patterns`."""
     from transformers import AutoTokenizer
 

@@ -10,14 +10,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog
+from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
+PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 CLOSE_SECONDS = 30.0  # that a cache which hangs may hold up the end of the server
 
 logger = logging.getLogger(__name__)
@@ -158,3 +159,38 @@ def wait_ready(states: Sequence[RequestState], seconds: float) -> None:
         left = until - time.perf_counter()
         if left <= 0 or not state.ready.wait(left):
             return
+
+
+class RecordingDrafter:
+    """What the drafters of all engines share. One thread calls the methods, except `flush` and `close`.
+
+    No method raises: a failure costs only drafts. No method but `flush` and `close` waits for a database, for the
+    recording of an output or for evictions.
+    """
+
+    def __init__(self, open_cache: Open, vocabulary: int, *, on_close: Callable[[], None] = lambda: None) -> None:
+        """`open_cache` decides where each request's output is kept."""
+        self._recorder = CacheRecorder(open_cache)
+        self._vocabulary = vocabulary
+        self._on_close = on_close
+        self._failures = FailureLog(logger, "a round went without drafts")
+        self.stats = RoundStats()
+        self._rounds = RoundSearch(self.stats)
+
+    def begin_state(self, prompt: Tokens, info: RequestInfo) -> RequestState:
+        """Start drafting for a new request."""
+        state = RequestState(len(prompt), info)
+        self._recorder.begin(state, prompt)
+        return state
+
+    def recorded_later(self) -> AbstractContextManager[None]:
+        """What is asked to be recorded within is recorded at the end."""
+        return self._recorder.held()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        return self._recorder.flush(timeout)
+
+    def close(self) -> None:
+        """Record everything so far, then stop. Idempotent."""
+        self._recorder.close()
+        self._on_close()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,6 +16,15 @@ from agentspec.prediction import PredictedText
 from agentspec.speculation.governor import LatencyGoal, RequestStats
 from agentspec.types import Labels, Source
 
+
+class TokenTree(NamedTuple):
+    """Tokens that may follow a context. `parents[i]` < i is a node, or -1 for the context itself."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+EMPTY_TREE = TokenTree([], [])
 _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
 PREDICTION = "agentspec_prediction"
@@ -143,17 +152,19 @@ class RequestState:
 
     __slots__ = (
         "asked cache chain finished latency length output_length predicted prompt_length ready request stats stopped"
+        " tree"
     ).split()
 
-    def __init__(self, length: int, stats: RequestStats, request: RequestInfo) -> None:
+    def __init__(self, length: int, request: RequestInfo) -> None:
         self.length = self.prompt_length = length  # the former of prompt and output
-        self.stats = stats
+        self.stats = RequestStats()
         self.request = request
         self.output_length = 0  # tokens of output
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
         self.cache: RequestCache | None = None
         self.ready = threading.Event()  # set also if opening the cache failed
         self.chain = Chain()  # for engines that verify chains
+        self.tree = EMPTY_TREE  # the last draft, for engines that verify trees
         self.asked = False
         self.predicted = PredictedText(request.prediction) if request.prediction and request.speculation else None
         self.latency = None if request.seconds_per_token is None else LatencyGoal(request.seconds_per_token)

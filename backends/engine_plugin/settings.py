@@ -46,7 +46,9 @@ def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> D
     if tenant := environment.get(f"{PREFIX}TENANT"):
         values["tenant"] = tenant
     if salts := environment.get(name := f"{PREFIX}{engine}_SALTS"):
-        values["salts"] = _json_object(name, salts)
+        values["salts"] = _json(name, salts)
+        if not isinstance(values["salts"], dict):
+            raise ConfigurationError(f'{name} must be a JSON object such as {{"salt": "tenant"}}')
     try:
         return DrafterSettings.model_validate(values)
     except ValidationError as error:
@@ -68,22 +70,12 @@ def _cache(environment: Mapping[str, str]) -> dict[str, Any]:
         if key == name:
             key = name.removeprefix(f"{PREFIX}CACHE_")
             raise ConfigurationError(f"{name}: write {CACHE}{key}, with two underscores")
-        values[key.lower()] = _json_list(name, environment[name])
+        value = environment[name]
+        values[key.lower()] = _json(name, value) if value.lstrip().startswith("[") else value
     places = {name: environment[name] for name in LOCATIONS if environment.get(name)}
     if len(set(places.values())) > 1:
         raise ConfigurationError(f"{' and '.join(places)} differ: set one, it is where the cache is kept")
     return values | ({"path": next(iter(places.values()))} if places else {})
-
-
-def _json_list(name: str, text: str) -> object:
-    return _json(name, text) if text.lstrip().startswith("[") else text
-
-
-def _json_object(name: str, text: str) -> object:
-    value = _json(name, text)
-    if not isinstance(value, dict):
-        raise ConfigurationError(f'{name} must be a JSON object such as {{"salt": "tenant"}}')
-    return value
 
 
 def _json(name: str, text: str) -> object:

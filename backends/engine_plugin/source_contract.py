@@ -88,7 +88,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 def _members(definition: ast.ClassDef) -> set[str]:
     """Fields and methods of a class, and the attributes that its methods set on `self`."""
-    names: set[str] = set()
+    names = {node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute) and _is_set_on_self(node)}
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             names.add(statement.target.id)
@@ -96,16 +96,8 @@ def _members(definition: ast.ClassDef) -> set[str]:
             names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(statement.name)
-            names.update(_set_on_self(statement))
     return names
 
 
-def _set_on_self(function: ast.AST) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
+def _is_set_on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"

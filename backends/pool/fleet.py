@@ -36,10 +36,6 @@ INTERVAL_SECONDS = 1.0  # between two looks at a server
 LOOK_SECONDS = 2.0  # that one request of a look may take
 
 
-class DiscoveryError(Exception):
-    """The servers could not be found out now. The message is for operators."""
-
-
 class Address(NamedTuple):
     """A server: the root of its API, and the address to `connect` to if the root's host has several."""
 
@@ -58,7 +54,7 @@ def listed(urls: Iterable[HttpUrl]) -> tuple[Address, ...]:
 
 
 async def discover(settings: OpenAISettings) -> tuple[Address, ...]:
-    """Look now. Raises `DiscoveryError` if nothing could be found: the earlier result then holds."""
+    """Look now. Raises `OSError` or `UnicodeError` if nothing could be found: the earlier result then holds."""
     if settings.base_urls is not None:
         return listed(settings.base_urls)
     host, port = settings.url.host or "", settings.url.port or 443
@@ -66,11 +62,9 @@ async def discover(settings: OpenAISettings) -> tuple[Address, ...]:
         async with asyncio.timeout(LOOKUP_SECONDS):
             found = await asyncio.wrap_future(_lookup(host, port))
     except TimeoutError:
-        raise DiscoveryError(f"no answer within {LOOKUP_SECONDS:g} s") from None
-    except (OSError, UnicodeError) as error:
-        raise DiscoveryError(str(error)) from None
+        raise OSError(f"no answer within {LOOKUP_SECONDS:g} s") from None
     if not found:
-        raise DiscoveryError(f"{host} has no address")
+        raise OSError(f"{host} has no address")
     return tuple(Address(f"{_shown(address)}:{port}", settings.url, address) for address in found)
 
 
@@ -134,9 +128,9 @@ class Servers:
         self.look_at = current_time() + DISCOVERY_SECONDS
         try:
             wanted = {self._named(address): address for address in await discover(self.settings)}
-        except DiscoveryError as error:
+        except (OSError, UnicodeError) as error:
             if str(error) != self._complaint:
-                logger.warning("backends.%s: its servers cannot be found out: %s", self.name, error)
+                logger.warning("backends.%s: its servers cannot be found: %s", self.name, error)
             self._complaint = str(error)
         else:
             self._complaint = ""

@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.recorder import Open
-from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, labels_in, prediction_in, switch_in
-from agentspec.backends.engine_plugin.rounds import FailureLog
-from agentspec.backends.sglang.drafting import (
+from agentspec.backends.engine_plugin.request_state import (
     EMPTY_TREE,
-    Int64s,
+    Ending,
+    RequestInfo,
+    RequestState,
     TokenTree,
-    TreeDrafter,
-    TreeRequest,
-    TreeTurn,
-    to_arrays,
+    labels_in,
+    prediction_in,
+    switch_in,
 )
+from agentspec.backends.engine_plugin.rounds import FailureLog
+from agentspec.backends.sglang.drafting import Int64s, TreeDrafter, TreeTurn, to_arrays
 from agentspec.cache.index import DEPTH, Sourced, SuffixIndex
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Source
@@ -107,29 +107,12 @@ class ExternalTexts:
         return number
 
 
-class RankGroup(Protocol):
-    """The ranks that compute one model together; SGLang's `GroupCoordinator` is one."""
-
-    world_size: int
-    rank_in_group: int
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
-
-
-class DrafterPlace(NamedTuple):
-    """Where drafts come from: how a request's cache is opened and all are closed, and the model's vocabulary."""
-
-    open_cache: Open
-    close: Callable[[], None]
-    vocabulary: int
-
-
 class _Live:
     """A request of the scheduler that has been in a decoding batch, and how far its text has been read."""
 
-    def __init__(self, req: Any, request: TreeRequest) -> None:
+    def __init__(self, req: Any, state: RequestState) -> None:
         self._req = weakref.ref(req)  # SGLang may drop a request without a word
-        self.request = request
+        self.state = state
         self.prompt_length = len(req.origin_input_ids_unpadded)
         self.prompt_end = list(req.origin_input_ids_unpadded[-DEPTH:])
         self.recorded = 0  # tokens of output
@@ -150,17 +133,22 @@ class TokenCacheCorpus(ExternalTexts):
     """
 
     def __init__(
-        self, place: DrafterPlace | None, group: RankGroup, *, draft_token_num: int, external_corpus_max_tokens: int
+        self,
+        drafter: Callable[..., TreeDrafter] | None,
+        group: Any,
+        *,
+        draft_token_num: int,
+        external_corpus_max_tokens: int,
     ) -> None:
-        """`place` is None where another rank drafts. `draft_token_num` counts the last token of the context too."""
+        """`drafter` makes the drafter with these texts as `shared`; None where another rank drafts. `group` is SGLang's
+        `GroupCoordinator`. `draft_token_num` counts the last token of the context too.
+        """
         super().__init__(external_corpus_max_tokens)
         self.draft_token_num = draft_token_num
         self._group = group
         self._live: dict[str, _Live] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
-        self._drafter = place and TreeDrafter(
-            place.open_cache, place.vocabulary, shared=[self.sourced], on_close=place.close
-        )
+        self._drafter = drafter and drafter(shared=[self.sourced])
 
     def see(self, reqs: Iterable[Any]) -> None:
         """Begin those of a batch's requests that are new, and record the output that SGLang has processed so far."""
@@ -188,7 +176,7 @@ class TokenCacheCorpus(ExternalTexts):
             if live.req is not None and live.req.finished():
                 self._record(live, live.req.output_ids_through_stop)
                 ending = _ending(live.req.finished_reason.to_json(), live.recorded)
-        self._drafter.end(live.request, ending)
+        self._drafter.end(live.state, ending)
 
     def close(self) -> None:
         if self._drafter is not None:
@@ -229,14 +217,14 @@ class TokenCacheCorpus(ExternalTexts):
         if self._drafter is None or req.input_embeds is not None:
             return  # a prompt without token ids
         if (before := self._live.pop(req.rid, None)) is not None:
-            self._drafter.end(before.request, Ending.ABORTED)
+            self._drafter.end(before.state, Ending.ABORTED)
         prompt = np.array(req.origin_input_ids_unpadded, dtype=np.int32)
-        live = self._live[req.rid] = _Live(req, self._drafter.begin(prompt, request_info(req)))
+        live = self._live[req.rid] = _Live(req, self._drafter.begin_state(prompt, request_info(req)))
         self._record(live, req.output_ids)
 
     def _record(self, live: _Live, output: Sequence[int]) -> None:
         if self._drafter is not None and len(output) > live.recorded:
-            self._drafter.record(live.request, np.array(output[live.recorded :], dtype=np.int32))
+            self._drafter.record(live.state, np.array(output[live.recorded :], dtype=np.int32))
             live.recorded = len(output)
 
     def _draft(
@@ -268,7 +256,7 @@ def _turn(live: _Live, tail: Sequence[int], total: int) -> TreeTurn:
         context = list(tail)
     fresh = max(0, total - live.seen)
     live.seen = max(live.seen, total)
-    return TreeTurn(live.request, context[-fresh:] if 0 < fresh <= len(context) else [], _int32(context))
+    return TreeTurn(live.state, context[-fresh:] if 0 < fresh <= len(context) else [], _int32(context))
 
 
 def _int32(tokens: Sequence[int]) -> Tokens:

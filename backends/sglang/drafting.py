@@ -4,37 +4,20 @@ takes them. Independent of SGLang's classes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
-from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
+from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
+from agentspec.backends.engine_plugin.request_state import EMPTY_TREE, Ending, RequestState, TokenTree
 from agentspec.cache.index import DraftJob, Sourced
 from agentspec.cache.tokens import EMPTY, Tokens
-from agentspec.speculation.governor import RequestStats
 from agentspec.types import path_length
 
-logger = logging.getLogger(__name__)
-
 Int64s = NDArray[np.int64]
-PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
-
-
-class TokenTree(NamedTuple):
-    """Tokens that may follow a context. `parents[i]` < i is a node, or -1 for the context itself."""
-
-    tokens: list[int]
-    parents: list[int]
-
-
-EMPTY_TREE = TokenTree([], [])
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
@@ -79,97 +62,61 @@ def to_arrays(last_tokens: Sequence[int], trees: Sequence[TokenTree], nodes: int
     return tokens.reshape(-1), mask.reshape(-1)
 
 
-class TreeRequest:
-    """A request, with the tree that was drafted for it last."""
-
-    __slots__ = ("state", "tree")
-
-    def __init__(self, state: RequestState) -> None:
-        self.state = state
-        self.tree = EMPTY_TREE
-
-
 class TreeTurn(NamedTuple):
     """A request's part in a round: its last tokens `context`, and those of them that are new since its last round."""
 
-    request: TreeRequest
+    state: RequestState
     fresh: list[int]
     context: Tokens
 
 
-class TreeDrafter:
-    """Drafts token trees for the requests of a server. One thread calls its methods, except `flush` and `close`.
-
-    No method raises: a failure costs only drafts. No method but `flush` and `close` waits for the recording of outputs.
-    """
+class TreeDrafter(RecordingDrafter):
+    """Drafts token trees for the requests of a server."""
 
     def __init__(
         self, open_cache: Open, vocabulary: int, *, shared: Sequence[Sourced] = (), on_close: Callable[[], None]
     ) -> None:
-        """`shared` are indexes that every request is drafted from beside its own."""
-        self._recorder = CacheRecorder(open_cache)
-        self._vocabulary = vocabulary
+        """`shared` are indexes that every request is drafted from in addition to its own."""
+        super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shared = shared
-        self._on_close = on_close
-        self._failures = FailureLog(logger, "a round went without drafts")
-        self._stats = RoundStats()
-        self._rounds = RoundSearch(self._stats)
 
-    def begin(self, prompt: Tokens, info: RequestInfo) -> TreeRequest:
-        """Start drafting for a new request. `open_cache` decides where its output is kept."""
-        request = TreeRequest(RequestState(len(prompt), RequestStats(), info))
-        self._recorder.begin(request.state, prompt)
-        return request
-
-    def record(self, request: TreeRequest, tokens: Tokens) -> None:
+    def record(self, state: RequestState, tokens: Tokens) -> None:
         """Record further tokens of the request's output, which are final."""
-        self._recorder.extend([OutputUpdate(request.state, tokens, 0, 0)])
+        self._recorder.extend([OutputUpdate(state, tokens, 0, 0)])
 
-    def end(self, request: TreeRequest, ending: Ending) -> None:
+    def end(self, state: RequestState, ending: Ending) -> None:
         """End a request, and keep its output unless that was aborted."""
-        self._recorder.end(request.state, ending)
-
-    def recorded_later(self) -> AbstractContextManager[None]:
-        """What is asked to be recorded within is recorded at the end."""
-        return self._recorder.held()
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        return self._recorder.flush(timeout)
-
-    def close(self) -> None:
-        """Record everything so far, then stop. Idempotent."""
-        self._recorder.close()
-        self._on_close()
+        self._recorder.end(state, ending)
 
     def draft(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
         """A tree of at most `nodes` nodes for each request. SGLang verifies that many in any case."""
         started = perf_counter()
         try:
             self._learn(turns)
-            wait_ready([turn.request.state for turn in turns if not turn.request.state.ready.is_set()], PATIENCE)
+            wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
             trees = self._search(turns, nodes)
         except Exception as error:
             self._failures.report(error)
             trees = [EMPTY_TREE for _ in turns]
         for turn, tree in zip(turns, trees, strict=True):
-            turn.request.tree = tree
-        self._stats.add(perf_counter() - started, sum(len(tree.tokens) for tree in trees))
+            turn.state.tree = tree
+        self.stats.add(perf_counter() - started, sum(len(tree.tokens) for tree in trees))
         return trees
 
     def _learn(self, turns: Sequence[TreeTurn]) -> None:
         """Count what became of the last trees, and follow the text in what clients predicted."""
         updates: list[OutputUpdate] = []
-        for request, fresh, _ in turns:
-            if request.state.predicted is not None:
-                request.state.predicted.follow(fresh)
-            if drafted := len(request.tree.tokens):
-                right = path_length(*request.tree, fresh)
-                self._stats.accepted += right
-                updates.append(OutputUpdate(request.state, EMPTY, drafted, right))
+        for state, fresh, _ in turns:
+            if state.predicted is not None:
+                state.predicted.follow(fresh)
+            if drafted := len(state.tree.tokens):
+                right = path_length(*state.tree, fresh)
+                self.stats.accepted += right
+                updates.append(OutputUpdate(state, EMPTY, drafted, right))
         self._recorder.extend(updates)
 
     def _search(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
-        trees = [chain(turn.request.state.from_prediction(nodes)) for turn in turns]
+        trees = [chain(turn.state.from_prediction(nodes)) for turn in turns]
         jobs = [None if tree.tokens else self._job(turn, nodes) for turn, tree in zip(turns, trees, strict=True)]
         for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
             if draft is not None:
@@ -178,7 +125,7 @@ class TreeDrafter:
 
     def _job(self, turn: TreeTurn, nodes: int) -> DraftJob | None:
         """The search for a request; None if its cache is not open, or no drafts are made for it."""
-        state = turn.request.state
+        state = turn.state
         cache = state.cache  # the recorder may take it away meanwhile
         if cache is None or not state.drafts:
             return None

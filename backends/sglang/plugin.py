@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement, missing
-from agentspec.backends.sglang.corpus import DrafterPlace, TokenCacheCorpus
+from agentspec.backends.sglang.corpus import TokenCacheCorpus
+from agentspec.backends.sglang.drafting import TreeDrafter
 
 ENGINE = "SGLANG"
 """The name in the settings' environment variables."""
@@ -58,15 +61,6 @@ REQUIREMENTS = (
 """What the drafter calls, replaces or reads inside SGLang."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Model:
-    """What the cache's namespace is made of."""
-
-    hf_config: Any
-    tokenizer: str
-    tokenizer_revision: str | None
 
 
 def install() -> None:
@@ -130,20 +124,21 @@ def open_corpus(model: Any, *, draft_token_num: int, external_corpus_max_tokens:
     from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     group = get_tp_group()
-    place = _open_place(model) if group.rank_in_group == 0 else None
+    drafter = _open_drafter(model) if group.rank_in_group == 0 else None
     corpus = TokenCacheCorpus(
-        place, group, draft_token_num=draft_token_num, external_corpus_max_tokens=external_corpus_max_tokens
+        drafter, group, draft_token_num=draft_token_num, external_corpus_max_tokens=external_corpus_max_tokens
     )
     close_at_exit(corpus.close)
     return corpus
 
 
-def _open_place(model: Any) -> DrafterPlace:
+def _open_drafter(model: Any) -> Callable[..., TreeDrafter]:
     from sglang.srt.runtime_context import get_model, get_serving  # pyright: ignore[reportMissingImports]
 
-    described = _Model(model.hf_config, get_serving().tokenizer_path or get_model().model_path, get_model().revision)
+    tokenizer = get_serving().tokenizer_path or get_model().model_path
+    described = SimpleNamespace(hf_config=model.hf_config, tokenizer=tokenizer, tokenizer_revision=get_model().revision)
     router = open_router(read_settings(ENGINE), described)
-    return DrafterPlace(router.open, router.close, int(model.vocab_size))
+    return partial(TreeDrafter, router.open, int(model.vocab_size), on_close=router.close)
 
 
 def _package() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,24 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate, wait_ready
+from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog, RoundStats, SearchOrder
+from agentspec.backends.engine_plugin.rounds import SearchOrder
 from agentspec.backends.vllm.padding import ChainPadding
 from agentspec.backends.vllm.step_cost import LIKELY, StepTimeModel, TrialSteps
 from agentspec.cache.index import ChainTurn, StepCurve, propose_chains
 from agentspec.cache.tokens import Tokens
-from agentspec.speculation.governor import RequestStats
 
 ANY = RequestInfo()
-PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
 FREE_STEP = StepCurve(np.array([1.0]), np.array([1.0]))  # in which every token of a chain pays
 FIND_SECONDS = 2e-6  # what a search takes for each token that it finds: 1.2 to 2.3 us measured, by the cache's size
 RATE = 0.1  # how fast the server's tokens a second are followed
 LARGE = 512  # tokens of a step
 FREE = 0.005  # drafting time up to this share of a step is not counted as cost
-
-logger = logging.getLogger(__name__)
 
 
 class DraftTurn(NamedTuple):
@@ -43,12 +38,8 @@ class DraftTurn(NamedTuple):
     limit: int
 
 
-class ServerDrafter:
-    """Drafts chains of tokens for the requests of a server. One thread calls `begin`, `propose` and `end`.
-
-    No method raises: a failure costs only drafts. No method but `close` and `flush` waits for a database, for the
-    recording of an output or for evictions.
-    """
+class ServerDrafter(RecordingDrafter):
+    """Drafts chains of tokens for the requests of a server."""
 
     def __init__(
         self,
@@ -59,26 +50,19 @@ class ServerDrafter:
         padding: Callable[[], ChainPadding | None] = lambda: None,
     ) -> None:
         """`padding` is asked once, in the first round."""
-        self._recorder = CacheRecorder(open_cache)
-        self._on_close = on_close
+        super().__init__(open_cache, vocab_size, on_close=on_close)
         self._later: list[Callable[[], None]] = []  # what the recorder's thread learns after this round
         self._cost = StepTimeModel(self._later.append)
         self._trials = TrialSteps()
         self._order = SearchOrder()
         self._padding = cache(padding)
         self._padded = False  # the last round's chains were filled
-        self._vocab_size = vocab_size
         self._gained, self._seconds = 0.0, 1.0  # tokens and seconds of recent steps, later ones counting more
         self._last: list[RequestState] = []  # the requests of the last round
         self._last_end = 0.0
-        self._failures = FailureLog(logger, "a round went without drafts")
-        self.stats = RoundStats()
 
     def begin(self, prompt: Tokens, request: RequestInfo = ANY) -> RequestState:
-        """Start drafting for a new request. `open_cache` decides where its output is kept."""
-        state = RequestState(len(prompt), RequestStats(), request)
-        self._recorder.begin(state, prompt)
-        return state
+        return self.begin_state(prompt, request)
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
         """Record new output tokens of a request for which no draft is needed."""
@@ -87,14 +71,6 @@ class ServerDrafter:
     def end(self, state: RequestState) -> None:
         """End a request and record its output, as it ended."""
         self._recorder.end(state, state.ending)
-
-    def close(self) -> None:
-        """Record all outputs so far, then stop. Idempotent."""
-        self._recorder.close()
-        self._on_close()
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        return self._recorder.flush(timeout)
 
     def propose(self, turns: Sequence[DraftTurn], *, computed: int | None = None) -> list[list[int]]:
         """A draft chain for each request. `computed` is the number of tokens of the last step, those of prompts too;
@@ -173,7 +149,7 @@ class ServerDrafter:
         step = self._cost.seconds(len(turns))  # without drafts
         parts = [self._chain_turn(turn, turn.state.required_tokens(now, step)) for turn in turns]
         curve, floor = self._curve(parts)
-        chains = propose_chains(parts, curve, floor=floor, vocabulary=self._vocab_size, patience=PATIENCE)
+        chains = propose_chains(parts, curve, floor=floor, vocabulary=self._vocabulary, patience=PATIENCE)
         return self._fill(turns, parts, chains)
 
     def _curve(self, parts: Sequence[ChainTurn]) -> tuple[StepCurve, float]:
@@ -198,7 +174,7 @@ class ServerDrafter:
         if not padding.pays(requests, whole, cut, seconds):
             return chains
         self._padded = True
-        chains = propose_chains([part._replace(drafter=None) for part in parts], FREE_STEP, vocabulary=self._vocab_size)
+        chains = propose_chains([part._replace(drafter=None) for part in parts], FREE_STEP, vocabulary=self._vocabulary)
         return [padding.filled(chain, int(turn.context[-1])) for chain, turn in zip(chains, turns, strict=True)]
 
     def _chain_turn(self, turn: DraftTurn, required: float) -> ChainTurn:

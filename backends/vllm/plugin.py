@@ -147,11 +147,9 @@ def drafter_of(speculative: Any, *, took_over: bool, took_over_v2: bool = False)
     """
     if speculative is None:
         return NONE
-    if took_over_v2 and speculative.method in runner_v2.METHODS:
-        return OURS
     if speculative.method == "suffix":
         return OURS if took_over else ARCTIC
-    return str(speculative.method)
+    return OURS if took_over_v2 and speculative.method in runner_v2.METHODS else str(speculative.method)
 
 
 def publish(speculative: Any, *, took_over: bool, took_over_v2: bool = False) -> None:
@@ -161,7 +159,7 @@ def publish(speculative: Any, *, took_over: bool, took_over_v2: bool = False) ->
     _gauge().labels(drafter, method, __version__).set(1)
 
 
-def publish_with_metrics(*, took_over: bool, took_over_v2: bool = False) -> None:
+def publish_with_metrics(*, took_over: bool, took_over_v2: bool) -> None:
     """Make vLLM publish the drafter metric with its own metrics, in the process that serves them, if it serves any."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger  # pyright: ignore[reportMissingImports]
 

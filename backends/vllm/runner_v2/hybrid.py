@@ -7,7 +7,6 @@ more, and is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,8 +237,5 @@ def stays_exact(speculator: Any) -> str:
 
 def _writes_part_of_logits(made: type) -> bool:
     """Whether the class writes some columns of `draft_logits` only and relies on what it filled the others with."""
-    return "draft_logits_spec" in {name for parent in made.__mro__[:-1] for name in _own(parent)}
-
-
-def _own(parent: type) -> Sequence[str]:
-    return () if parent.__name__ == "DraftModelSpeculator" else tuple(vars(parent))
+    own = (vars(parent) for parent in made.__mro__ if parent.__name__ != "DraftModelSpeculator")
+    return any("draft_logits_spec" in names for names in own)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from time import perf_counter
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.recorder import CacheRecorder, Open, OutputUpdate
+from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter
 from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, likeliest_paths, passages
 from agentspec.cache.index import DEPTH, DraftJob
 from agentspec.cache.tokens import Tokens
-from agentspec.speculation.governor import RequestStats
-
-PATIENCE = 0.0004  # seconds that a round waits at most for the indexes' locks
-
-logger = logging.getLogger(__name__)
 
 
 class PassageRequest:
@@ -33,11 +25,8 @@ class PassageRequest:
         self.preempted = False  # it ends here and begins anew, with its output so far
 
 
-class PassageRetriever:
-    """Retrieves passages for the requests of a server. One thread calls its methods, except `flush` and `close`.
-
-    No method raises: a failure costs only drafts. No method but `flush` and `close` waits for the recording of outputs.
-    """
+class PassageRetriever(RecordingDrafter):
+    """Retrieves passages for the requests of a server."""
 
     def __init__(
         self,
@@ -47,20 +36,12 @@ class PassageRetriever:
         *,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._recorder = CacheRecorder(open_cache)
-        self._vocabulary = vocabulary
+        super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
-        self._on_close = on_close
-        self._failures = FailureLog(logger, "a round went without passages")
-        self.stats = RoundStats()
-        self._rounds = RoundSearch(self.stats)
 
     def begin(self, prompt: Tokens, info: RequestInfo) -> PassageRequest:
-        """Follow a new request. `open_cache` decides where its output is kept."""
-        state = RequestState(len(prompt), RequestStats(), info)
-        request = PassageRequest(state, prompt, passages([], prompt, self._shape))
-        self._recorder.begin(request.state, prompt)
-        return request
+        """Follow a new request."""
+        return PassageRequest(self.begin_state(prompt, info), prompt, passages([], prompt, self._shape))
 
     def advance(self, outputs: Sequence[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
         """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens, if a draft
@@ -83,10 +64,6 @@ class PassageRetriever:
         """End a request and keep its output, unless that was aborted or goes on later."""
         self._recorder.end(request.state, Ending.ABORTED if request.preempted else request.state.ending)
 
-    def recorded_later(self) -> AbstractContextManager[None]:
-        """What is taken in within is recorded at the end."""
-        return self._recorder.held()
-
     def retrieve(self, requests: Sequence[PassageRequest | None]) -> Rows:
         """Passages for each request, as an int32 array (requests, count, width), filled up with -1."""
         started = perf_counter()
@@ -95,14 +72,6 @@ class PassageRetriever:
             self._fill(found, requests)
         self.stats.add(perf_counter() - started, int(np.count_nonzero(found[:, :, self._shape.overlap :] >= 0)))
         return found
-
-    def flush(self, timeout: float = 10.0) -> bool:
-        return self._recorder.flush(timeout)
-
-    def close(self) -> None:
-        """Record everything so far, then stop. Idempotent."""
-        self._recorder.close()
-        self._on_close()
 
     def _fill(self, found: Rows, requests: Sequence[PassageRequest | None]) -> None:
         shape = self._shape

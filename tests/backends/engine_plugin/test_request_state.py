@@ -15,7 +15,6 @@ from agentspec.backends.engine_plugin.request_state import (
     prediction_in,
     seconds_per_token_in,
 )
-from agentspec.speculation.governor import RequestStats
 
 
 @pytest.mark.parametrize(
@@ -47,6 +46,6 @@ def test_what_is_no_time_is_no_latency_goal(given: object, seconds: float | None
 def test_a_goal_that_no_server_keeps_can_be_computed_with(given: float) -> None:
     seconds = seconds_per_token_in({LATENCY: given})
     assert seconds is not None
-    state = RequestState(1, RequestStats(), RequestInfo(seconds_per_token=seconds))
+    state = RequestState(1, RequestInfo(seconds_per_token=seconds))
     state.output_length = 10
     assert 1 < state.required_tokens(now=1e6, step_seconds=0.01) < math.inf

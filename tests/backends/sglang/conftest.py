@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.backends.sglang.corpus import DrafterPlace, TokenCacheCorpus
+from agentspec.backends.sglang.corpus import TokenCacheCorpus
+from agentspec.backends.sglang.drafting import TreeDrafter
 from agentspec.cache import SuffixCache
 from tests.backends.conftest import opening
 
@@ -170,8 +172,8 @@ def corpora(cache: SuffixCache, patient: None) -> Iterator[Corpora]:
             assert self.flush()
 
     def make(group: Any = ALONE, *, here: bool = True, most: int = 1000) -> TokenCacheCorpus:
-        place = DrafterPlace(opened, lambda: None, VOCABULARY) if here else None
-        made.append(Flushed(place, group, draft_token_num=NODES, external_corpus_max_tokens=most))
+        drafter = partial(TreeDrafter, opened, VOCABULARY, on_close=lambda: None) if here else None
+        made.append(Flushed(drafter, group, draft_token_num=NODES, external_corpus_max_tokens=most))
         return made[-1]
 
     yield make

@@ -216,14 +216,6 @@ def test_ours_beside_a_model_where_asked_for(
     config = SimpleNamespace(made=ModelSpeculator(), parallel_config=parallel, speculative_config=method)
     made = named.init_speculator(config, None, None)
     assert made is config.made and hasattr(made, runner_v2.BESIDE) == (switch == "on")
-    if switch == "on":
-        told: list[object] = []
-        monkeypatch.setattr(made.agentspec_beside, "begin", told.append)
-        RunnerV2(made).add_requests(SimpleNamespace(scheduled_new_reqs=["c"]))
-        assert told == [["c"]]
-        monkeypatch.setattr(config, "made", ModelSpeculator())
-        parallel.prefill_context_parallel_size = 2
-        assert not hasattr(named.init_speculator(config, None, None), runner_v2.BESIDE)
 
 
 @pytest.mark.parametrize("lacking", [*plugin.REQUIREMENTS, *runner_v2.REQUIREMENTS], ids=lambda lacking: lacking.name)

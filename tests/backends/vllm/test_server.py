@@ -48,7 +48,7 @@ NEAR_TIE = 1e-3  # in log-probability
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Starts servers, several of them side by side where asked, and stops all at the end."""
+    """Starts servers, and stops all at the end."""
     model = locate("smollm2-135m")
     if model is None:
         pytest.skip("the default model is not there: run agentspec model fetch smollm2-135m")
