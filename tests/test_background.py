@@ -15,8 +15,6 @@ import pytest
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime
-from agentspec.errors import EngineError
-from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
 pytestmark = pytest.mark.anyio
@@ -38,21 +36,6 @@ async def counted(stop: int, closed: list[str], latency: float = 0.0) -> AsyncIt
                 yield number
     finally:
         closed.append(threading.current_thread().name)
-
-
-def test_iterate_sync_runs_on_the_background_loop() -> None:
-    closed: list[str] = []
-    assert list(iterate_sync(lambda: counted(3, closed))) == [0, 1, 2]
-    assert closed == ["agentspec"]
-
-
-def test_iterate_sync_raises_what_the_iterator_raises() -> None:
-    fake = FakeBackend(Answer(text="a b", error=EngineError("broken"), error_after=1))
-    seen = []
-    with pytest.raises(EngineError, match="broken"):
-        for delta in iterate_sync(lambda: fake.generate(ask("m"))):
-            seen.append(delta.text)
-    assert seen == ["a"]
 
 
 def test_closing_iterate_sync_cancels_at_once() -> None:

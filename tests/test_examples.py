@@ -70,12 +70,6 @@ def test_proxy_client_says_in_a_line_what_is_wrong(repository: Path, gateway: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart.py", "decorator.py", "langgraph_agent.py", "proxy_client.py"])
-def test_help_runs_nothing(repository: Path, name: str) -> None:
-    assert run(repository, name, "--help").startswith(f"usage: {name}")
-
-
-@pytest.mark.slow
 @pytest.mark.model
 def test_quickstart(repository: Path) -> None:
     printed = run(repository, "quickstart.py")
@@ -231,25 +225,6 @@ MISTAKES = (
 def test_a_mistake_is_answered_in_a_line(repository: Path, name: str, arguments: tuple[str, ...], said: str) -> None:
     done = process(repository, name, *arguments)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "asked", "said"),
-    [
-        ("text_to_sql", "Customers?", "I found no answer."),
-        ("market_agents", "ALFA", "ALFA: hold. the answer was no decision"),
-        ("time_series", "sales", "(seasonal, mean error"),
-    ],
-)
-def test_nonsense_is_answered(stage: Stage, name: str, asked: str, said: str) -> None:
-    assert said in stage.run(f"{name}/agent.py", nonsense, asked)
-
-
-@pytest.mark.long
-def test_rag_agent_says_where_the_question_stands(repository: Path) -> None:
-    done = process(repository, "rag_agent.py", "Who was Hutton?")
-    assert done.returncode == 2 and "the corpus comes first, then the question" in done.stderr
 
 
 def test_every_example_is_tested(repository: Path) -> None:

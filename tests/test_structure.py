@@ -28,8 +28,8 @@ DOORS = frozenset(
     backends.openai backends.settings backends.sglang.corpus backends.sglang.drafting backends.sglang.plugin
     backends.torch backends.vllm.drafting backends.vllm.plugin backends.vllm.proposer backends.vllm.runner_v2
     backends.vllm.runner_v2.plugin backends.vllm.runner_v2.retrieval backends.vllm.runner_v2.speculator background
-    cache cache.deletion cache.settings cache.stored cache.tokens cli errors langchain langchain.checkpoints
-    langchain.early_tools langgraph proxy proxy.app proxy.serving reasoning.delegation.backend
+    cache cache.deletion cache.settings cache.stored cache.tokens cli errors langchain
+    langgraph proxy proxy.app proxy.serving reasoning.delegation.backend
     reasoning.retrieval.backend reasoning.retrieval.knn_lm reasoning.retrieval.knowledge.base
     reasoning.retrieval.knowledge.bm25 reasoning.retrieval.knowledge.dense reasoning.retrieval.knowledge.folder
     reasoning.retrieval.knowledge.remote reasoning.settings reasoning.strategy recordings.calls recordings.corpus

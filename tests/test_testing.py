@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.base import Backend
-from agentspec.errors import UpstreamError
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
@@ -53,24 +52,3 @@ def test_stop_strings_end_the_answer_before_them(text: str, stop: str) -> None:
     assert joined(deltas) == (text if at < 0 else text[:at])
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.completion_tokens == sum(1 for delta in deltas if delta.token_ids)
-
-
-async def test_errors_before_and_after_deltas() -> None:
-    broken = UpstreamError("gone")
-    backend = FakeBackend(broken, Answer(text="one two three", error=broken, error_after=2))
-    with pytest.raises(UpstreamError):
-        await collect(backend, ask())
-    seen: list[str] = []
-    with pytest.raises(UpstreamError):
-        async for delta in backend.generate(ask()):
-            seen.append(delta.text)
-    assert seen == ["one", " two"] and backend.active == 0 and backend.cancelled == []
-
-
-async def test_cancelling_the_task_cancels() -> None:
-    backend = FakeBackend(Answer(text="late", first_latency=60))
-    async with anyio.create_task_group() as group:
-        group.start_soon(collect, backend, ask())
-        await anyio.wait_all_tasks_blocked()
-        group.cancel_scope.cancel()
-    assert backend.active == 0 and len(backend.cancelled) == 1

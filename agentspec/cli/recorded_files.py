@@ -40,12 +40,7 @@ def found(files: list[Path], console: Console) -> list[Path]:
 
 def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:
     """The calls of a file of any format."""
-    format_ = format_ or detect(file)
-    if format_ is Format.checkpoints:
-        from agentspec.langchain import checkpoints
-
-        return checkpoints.read(file, on_bad)
-    return read(file, format_, on_bad)
+    return read(file, format_ or detect(file), on_bad)
 
 
 def choose(skip_bad: bool, console: Console) -> tuple[OnBad, list[BadLineError]]:

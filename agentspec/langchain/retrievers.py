@@ -1,4 +1,4 @@
-"""Retrievers of LangChain: of a knowledge base, as a knowledge base, and one that goes on with a guess."""
+"""Retrievers of LangChain: one of a knowledge base, and one that goes on with a guess."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import Field, PrivateAttr
 
 from agentspec.background import call_sync
-from agentspec.errors import KnowledgeBaseError
 from agentspec.reasoning.retrieval.knowledge import base
 from agentspec.reasoning.retrieval.knowledge.base import (
     Hit,
     KnowledgeBase,
-    Metric,
     Query,
     RetrievedDocuments,
-    SearchResult,
     require_count,
 )
 from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, terms, with_counts
@@ -61,35 +58,6 @@ class KnowledgeRetriever(BaseRetriever):
         return [_langchain(hit) for hit in found.hits[0]]
 
 
-class RetrieverKnowledge:
-    """A LangChain retriever as a `KnowledgeBase`; documents keep the retriever's order.
-
-    Cached documents are ranked by words, since the retriever's own ranking is unknown. Speculation is exact as long as
-    the retriever gives the same answer to the same query; its owner changes `version` when the answers change.
-    """
-
-    def __init__(self, retriever: BaseRetriever, *, version: str = "") -> None:
-        self.version = version
-        self._retriever = retriever
-        self._metric = LexicalMetric()
-
-    @property
-    def metric(self) -> Metric:
-        return self._metric
-
-    async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        require_count(count)
-        version = self.version
-        try:
-            answers = await self._retriever.abatch([query.text for query in queries]) if queries else []
-        except Exception as error:
-            raise KnowledgeBaseError(f"the retriever failed: {type(error).__name__}: {error}") from error
-        return SearchResult(version, tuple(_hits(documents)[:count] for documents in answers))
-
-    async def aclose(self) -> None:
-        """Do nothing: the retriever belongs to the caller."""
-
-
 def _count(asked: int | None, usual: int) -> int:
     """How many documents a call gets: what it asks for, else the usual count. Raises `ConfigurationError` below 1."""
     if asked is None:
@@ -104,12 +72,6 @@ def _langchain(hit: Hit) -> Document:
     return Document(id=document.id, page_content=document.text, metadata={**document.metadata, **title})
 
 
-def _hits(documents: Sequence[Document]) -> tuple[Hit, ...]:
-    """Each document once, scored by its rank: 1, 1/2, 1/3 and so on."""
-    ranked = enumerate(_distinct(documents).items(), start=1)
-    return tuple(with_counts(Hit(_ours(key, document), 1.0 / rank)) for rank, (key, document) in ranked)
-
-
 def _distinct(documents: Sequence[Document]) -> dict[str, Document]:
     """The documents by their ids, or by a hash of their contents, each once, in their order."""
     found: dict[str, Document] = {}
@@ -118,11 +80,6 @@ def _distinct(documents: Sequence[Document]) -> dict[str, Document]:
         key = hashlib.sha256(content).hexdigest() if document.id is None else f"id:{document.id}"
         found.setdefault(key, document)
     return found
-
-
-def _ours(key: str, document: Document) -> base.Document:
-    title = str(document.metadata.get("title") or "")
-    return base.Document(document.id or key, document.page_content, title, document.metadata)
 
 
 @dataclass(slots=True)

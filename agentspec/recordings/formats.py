@@ -27,14 +27,13 @@ from agentspec.types import Labels, Message
 
 
 class Format(StrEnum):
-    """The format of a file. This module recognises `checkpoints` but does not read them."""
+    """The format of a file."""
 
     trace = "trace"
     log = "log"
     chat = "chat"
     claude_code = "claude-code"
     codex = "codex"
-    checkpoints = "checkpoints"
 
 
 # In this order: files of the formats below may have these keys, too.
@@ -64,8 +63,6 @@ def detect(path: Path) -> Format:
 
 
 def _recognised(head: bytes, place: str) -> Format | None:
-    if head.startswith(b"SQLite format 3\0"):
-        return Format.checkpoints
     try:
         record = json_object(head, place)
     except BadLineError:
@@ -104,7 +101,7 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
-    """The calls of a file of any format but checkpoints, in order."""
+    """The calls of a file in order."""
     sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
         Format.claude_code: lambda: read_claude_code(path, on_bad),
         Format.codex: lambda: read_codex(path, on_bad),

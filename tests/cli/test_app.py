@@ -49,13 +49,6 @@ def test_a_missing_extra_says_how_to_install_it(program, monkeypatch):
     )
 
 
-def test_names_that_no_encoding_holds_are_printed(program, tmp_path):
-    """A file's name may be any bytes."""
-    (tmp_path / "odd \udcff.toml").touch()
-    result = program("config", "check", "--config", tmp_path / "odd \udcff.toml")
-    assert (result.exit_code, result.output) == (0, f"ok: {tmp_path}/odd \\udcff.toml\n")
-
-
 def test_built_in_models_are_listed(program):
     lines = program("model", "fetch").output.splitlines()
     assert [line.split()[0] for line in lines] == list(BUILTIN)
@@ -82,18 +75,6 @@ def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
 def test_what_cannot_be_served_is_refused(program, arguments, says):
     result = program("serve", "--port", 0, *arguments)
     assert result.exit_code in (1, 2) and says in result.output + result.stderr
-
-
-def test_options_of_serve_come_before_the_file(program, monkeypatch):
-    given = []
-    monkeypatch.setattr("agentspec.proxy.serving.serve", lambda settings, log_level: given.append(settings))
-    Path("agentspec.toml").write_text(
-        '[server]\nport = 1\n[models.fast]\nbackend = "local"\n[backends.local]\nkind = "torch"'
-    )
-    assert program("serve", "--upstream", "http://127.0.0.1:8000/v1", "--no-store", "--host", "::1").exit_code == 0
-    [settings] = given
-    assert (list(settings.backends), settings.models, settings.cache.store) == (["upstream"], {}, False)
-    assert (settings.server.host, settings.server.port) == ("::1", 1)
 
 
 # `agentspec demo` ----------------------------------------------------------------------------------------------------

@@ -57,15 +57,6 @@ def test_check_notes_backends_that_no_client_can_ask_for(program):
     assert result.exit_code == 0 and "backends.up:" in note and 'backend = "up"' in note and "backends.up.model" in note
 
 
-def test_check_finds_one_key_for_two_tenants(program, monkeypatch):
-    keys = "".join(f'[[server.api_keys]]\ntenant = "{name}"\nkey_env = "KEY"\n' for name in "ab")
-    Path("agentspec.toml").write_text(keys)
-    monkeypatch.setenv("KEY", "sk-secret")
-    result = program("config", "check")
-    assert (result.exit_code, "have the same API key" in result.stderr) == (2, True)
-    assert "sk-secret" not in result.stderr
-
-
 def test_salts_are_those_that_the_gateway_sends(program, monkeypatch):
     keys = "".join(f'[[server.api_keys]]\ntenant = "{tenant}"\nkey_env = "KEY_{tenant}"\n' for tenant in "ab")
     Path("agentspec.toml").write_text(UPSTREAM + keys)

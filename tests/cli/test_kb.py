@@ -97,11 +97,3 @@ def test_a_datastore_is_built(program, tiny_model: Path, texts: Path, tmp_path: 
     built = program("knn", "build", texts, "--out", store, *model)
     assert built.exit_code == 0, built.output
     assert "entries of 8 documents" in built.output
-
-
-def test_another_corpus_is_refused(program, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
-    store, model = tmp_path / "store", ("--model", tiny_model)
-    assert program("knn", "build", texts, "--out", store, *model).exit_code == 0
-    texts.write_text(json.dumps({"text": "something else"}) + "\n")
-    refused = program("knn", "build", texts, "--out", store, *model)
-    assert refused.exit_code == 2 and "another corpus" in refused.output

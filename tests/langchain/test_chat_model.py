@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
@@ -37,7 +36,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.step import report, step, workflow
 from agentspec.testing import Answer, FakeBackend, Scripted
-from agentspec.types import Delta, FinishReason, GenerateRequest, Labels, Speculation, StructuredOutputs, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Speculation, StructuredOutputs, Usage
 
 pytestmark = pytest.mark.anyio
 SPECULATION = Speculation(drafted=4, accepted=3, steps=2, estimated_seconds_saved=0.25)
@@ -288,17 +287,6 @@ def test_leaving_a_stream_cancels_the_work() -> None:
     assert fake.active == 0 and len(fake.cancelled) == 1
 
 
-async def test_cancelling_a_task_cancels_the_work() -> None:
-    model, fake = chat(Answer(text="one", first_latency=30))
-    task = asyncio.create_task(model.ainvoke("hi"))
-    while not fake.active:
-        await asyncio.sleep(0.005)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert fake.active == 0
-
-
 # Labels --------------------------------------------------------------------------------------------------------------
 
 
@@ -408,22 +396,3 @@ def test_remote_statuses(server: Any) -> None:
     with pytest.raises(UpstreamStatusError, match="scripted"):
         remote(server).invoke("hi")
     assert len(server.bodies) == 4
-
-
-async def test_through_a_real_gateway(gateway: tuple[str, FakeBackend]) -> None:
-    address, backend = gateway
-    model = ChatAgentSpec(model="fake", base_url=address, seed=3, top_k=5)
-
-    @step("plan", workflow="größe", session="s", speculation=False)
-    async def plan() -> list[str]:
-        return [str(chunk.content) async for chunk in model.astream("hi")]
-
-    with workflow("w", session="t"):
-        answer = model.invoke("hi", stop=["behind"])
-    assert "".join(await plan()) == "hello from behind"
-    assert answer.content == "hello from " and answer.response_metadata["speculation"]["drafted"] == 5
-    first, second = backend.requests
-    assert (first.labels, first.speculation) == (Labels("t", "w", None), True)
-    assert (second.labels, second.speculation) == (Labels("s", "größe", "plan"), False)
-    assert (second.sampling.seed, second.sampling.top_k) == (3, 5)
-    assert (row(None, "w").accepted, row("plan", "größe").completion_tokens) == (4, 3)

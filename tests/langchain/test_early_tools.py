@@ -19,7 +19,6 @@ from pydantic import SecretStr
 
 from agentspec import StepPolicy
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec, EarlyTools
-from agentspec.langchain.early_tools import blocks
 from agentspec.runtime import Runtime
 from agentspec.step import current_labels, current_policy, report
 from agentspec.testing import FakeBackend
@@ -124,26 +123,6 @@ def test_messages_are_those_without_early_starts() -> None:
     assert shown(early) == shown(plain)
     assert [event.tool for event in events if event.outcome == "hit"]
     assert {event.tool for event in events} == {"look"} and ran.count("buy") == 10
-
-
-async def test_only_tools_without_an_asynchronous_way_run_in_a_thread() -> None:
-    @tool
-    async def later(order: str) -> str:
-        """Read an order."""
-        return order
-
-    class Own(BaseTool):
-        name: str = "own"
-        description: str = "Read an order."
-
-        def _run(self) -> str:
-            return "here"
-
-    class Both(Own):
-        async def _arun(self) -> str:
-            return "there"
-
-    assert [blocks(one) for one in (look, later, Own(), Both())] == [True, False, True, False]
 
 
 def test_agents_without_a_thread_start_tools_too() -> None:
@@ -265,18 +244,6 @@ def test_names_alone_start_tools_early() -> None:
             session(middleware, number)
         assert (ran.count("look") > 16) == started
         ran.clear()
-
-
-def test_a_step_replayed_from_a_checkpoint_starts_nothing() -> None:
-    middleware, events = taught()
-    config: Any = {"configurable": {"thread_id": "again"}}
-    first = agent(middleware, *SCRIPT, *SCRIPT)
-    first.invoke({"messages": [HumanMessage("look at #W1, please")]}, config)
-    assert events
-    before = next(state for state in first.get_state_history(config) if state.next == ("model",) and state.values)
-    events.clear()
-    first.invoke(None, before.config)
-    assert "start" not in {event.outcome for event in events}
 
 
 approved = look.model_copy(update={"name": "approved", "metadata": {"needs_approval": True}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 from pydantic import Field
 
-from agentspec.errors import ConfigurationError, KnowledgeBaseError
-from agentspec.langchain import KnowledgeRetriever, RetrieverKnowledge, SpeculativeRetriever
+from agentspec.errors import ConfigurationError
+from agentspec.langchain import KnowledgeRetriever, SpeculativeRetriever
 from agentspec.reasoning.retrieval.knowledge import base
-from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase, Query
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, in_memory
 from tests.fakes import FakeEncoder
 
@@ -160,15 +158,6 @@ async def test_documents_may_be_changed_by_whoever_gets_them() -> None:
     assert (retriever.stats.guesses, retriever.stats.confirmed) == (2, 2)
 
 
-async def test_a_document_without_an_id_is_known_by_its_content() -> None:
-    retriever, inner = around()
-    inner.documents = [Document("the cat", metadata={1: "one", "two": lock}) for lock in (threading.Lock(),) * 2]
-    with retriever.request():
-        for _ in range(3):
-            assert await retriever.ahead("cat", text_of) == "the cat"
-    assert retriever.stats.confirmed == 2
-
-
 KNOWN = [
     base.Document("a", "the cat purrs", "Cats", {"page": 1}),
     base.Document("b", "the dog barks"),
@@ -189,38 +178,3 @@ async def test_a_call_asks_for_one_document_at_least(retriever: BaseRetriever) -
             retriever.invoke("the cat", k=k)
         with pytest.raises(ConfigurationError, match=f"not {k}"):
             await retriever.ainvoke("the cat", k=k)
-
-
-def test_documents_keep_their_ids_titles_and_metadata():
-    (found,) = KnowledgeRetriever(base=knowledge(), k=1).invoke("cats the cat purrs")
-    assert (found.id, found.page_content) == ("a", "the cat purrs")
-    assert found.metadata == {"title": "Cats", "page": 1}
-
-
-class Listing(BaseRetriever):
-    documents: list[Document]
-
-    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-        if query == "bad":
-            raise OSError("gone")
-        return self.documents
-
-
-async def test_a_retriever_is_a_knowledge_base_in_its_own_order():
-    twice = Document(page_content="no id", metadata={"title": "T"})
-    documents = [Document(id="z", page_content="cat"), twice, twice, Document(id="a", page_content="dog")]
-    found_by = RetrieverKnowledge(Listing(documents=documents), version="7")
-    assert isinstance(found_by, KnowledgeBase)
-    queries = [await found_by.metric.encode(text) for text in ("cat", "dog")]
-    found = await found_by.search(queries, 3)
-    first = found.hits[0]
-    assert found.version == "7" and [hit.document.text for hit in first] == ["cat", "no id", "dog"]
-    assert [hit.score for hit in first] == [1, 1 / 2, 1 / 3] and first[1].document.title == "T"
-    assert found_by.metric.scores(queries[0], first).argmax() == 0
-    assert [len(hits) for hits in (await found_by.search(queries, 1)).hits] == [1, 1]
-    assert (await found_by.search([], 1)).hits == ()
-    with pytest.raises(KnowledgeBaseError, match="OSError: gone"):
-        await found_by.search([Query("bad", ())], 1)
-    with pytest.raises(ConfigurationError):
-        await found_by.search(queries, 0)
-    await found_by.aclose()

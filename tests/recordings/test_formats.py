@@ -137,7 +137,6 @@ def test_any_json_is_read_or_bad(tmp_path_factory: pytest.TempPathFactory, value
         ('{"session": "s", "messages_delta": [], "response": ""}', Format.trace),
         ('{"messages": []}', Format.chat),
         ('{"body": {}}', Format.log),
-        ("SQLite format 3\0...", Format.checkpoints),
     ],
 )
 def test_formats_are_known_by_sight(tmp_path: Path, head: str, format_: Format) -> None:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.cli import app
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.settings import STRATEGIES, IndexSettings, RemoteSettings, SpecReasonSettings
-from agentspec.settings.load import Settings, load_settings
+from agentspec.reasoning.settings import STRATEGIES
+from agentspec.settings.load import load_settings
 from agentspec.settings.server import ApiKey
 
 ISSUE = """
@@ -52,29 +52,12 @@ def shown(path: Path | None = None) -> dict[str, dict[str, str]]:
     return {row["key"]: row for row in rows}
 
 
-def test_the_documented_file_loads(write):
-    settings = load_settings(write(ISSUE))
-    assert settings.server.port == 8700
-    assert settings.cache.path == Path.home() / ".local/share/agentspec"
-    assert settings.cache.memory_bytes == 512 << 20
-    assert isinstance(settings.backends["local"], TorchSettings)
-    assert isinstance(settings.backends["vllm"], OpenAISettings)
-    assert settings.models["fast"].backend == "local"
-
-
 def test_the_example_is_complete_and_loads(repository):
     example = repository / "examples" / "agentspec.toml"
     written = example.read_text()
     missing = [key for key in shown(example) if key.rpartition(".")[2] not in written]
     missing += [key for strategy in STRATEGIES.values() for key in strategy.model_fields if key not in written]
     assert missing == []
-
-
-def test_without_anything_there_is_the_default_model():
-    settings = load_settings()
-    assert settings == Settings()
-    assert settings.backends == {"local": TorchSettings()}
-    assert settings.models == {}
 
 
 def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
@@ -267,18 +250,6 @@ def test_an_unreadable_file_is_an_error(tmp_path):
 
 def test_the_documented_settings_are_the_real_ones(repository):
     subprocess.run([sys.executable, str(repository / "docs" / "update.py"), "--check"], check=True)
-
-
-def test_strategies_and_knowledge_bases_are_configured(write, monkeypatch):
-    monkeypatch.setenv("AGENTSPEC_KNOWLEDGE__SEARCH__API_KEY", "sk-secret")
-    knowledge = '[knowledge.handbook]\nkind = "index"\npath = "~/handbook"\n[knowledge.search]\nkind = "remote"\n'
-    fast = "[models.fast]\nstrategy = 'specreason'\nbase = 'big'\nsmall = 'tiny'\nthreshold = 6\n"
-    settings = load_settings(write(f'{STRATEGY}{fast}{knowledge}url = "http://kb.example/v1"\n'))
-    assert settings.models["fast"] == SpecReasonSettings(base="big", small="tiny", threshold=6)
-    handbook, search = settings.knowledge["handbook"], settings.knowledge["search"]
-    assert isinstance(handbook, IndexSettings) and isinstance(search, RemoteSettings)
-    assert search.api_key is not None and search.api_key.get_secret_value() == "sk-secret"
-    assert "sk-secret" not in repr(settings)
 
 
 @pytest.mark.parametrize(

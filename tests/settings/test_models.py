@@ -87,10 +87,3 @@ async def test_a_pool_asks_each_backend_for_its_own_name_of_the_model(tmp_path: 
         ]  # fmt: skip
         assert members["models.n"][0][0] is members["models.m"][0][0]  # one server is one member of all its pools
         assert [model for _, model in members["b"]] == ["served"] * 2
-
-
-async def test_without_several_servers_there_is_no_pool(tmp_path: Path) -> None:
-    path = tmp_path / "agentspec.toml"
-    path.write_text('[backends.a]\nkind = "openai"\nbase_url = "http://a:8000/v1"\n[models.m]\nbackend = "a"\n')
-    async with Runtime(load_settings(path)) as runtime:
-        assert runtime.fleet is None and runtime.route("m").backend_name == "a"

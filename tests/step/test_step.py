@@ -202,16 +202,6 @@ async def test_async_generators() -> None:
     assert (row("stream").runs, row("stream").errors) == (3, 1)
 
 
-def test_the_signature_is_kept() -> None:
-    def node(state: dict[str, int], config: str, *, runtime: int = 0) -> int:
-        """Its contract."""
-        return state["x"]
-
-    wrapped = step("node")(node)
-    assert inspect.signature(wrapped) == inspect.signature(node)
-    assert wrapped.__doc__ == "Its contract." and wrapped({"x": 3}, "c") == 3
-
-
 @pytest.mark.parametrize("name", ["", None, print])
 def test_a_step_needs_a_name(name: Any) -> None:
     with pytest.raises(TypeError, match="@step"):
@@ -306,11 +296,6 @@ def test_a_step_stands_below_static_and_class_methods() -> None:
         step("static")(staticmethod(len))
 
 
-def test_what_cannot_be_called_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="decorates functions"):
-        step("plan")(3)
-
-
 def test_steps_inherit_what_they_leave_open() -> None:
     @step("inner", priority=1, model="small")
     def inner() -> StepPolicy:
@@ -383,13 +368,3 @@ def test_thread_pools_keep_the_labels() -> None:
             return list(pool.map(keep_labels(work), range(4)))
 
     assert spread() == [Labels("s", None, "spread")] * 4
-
-
-async def test_event_loops_of_other_threads_keep_the_labels() -> None:
-    async def inside() -> Labels:
-        return current_labels()
-
-    with workflow("w"):
-        run: Any = keep_labels(asyncio.run)
-        with ThreadPoolExecutor(1) as pool:
-            assert await asyncio.wrap_future(pool.submit(run, inside())) == Labels(workflow="w")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.tools.history import ToolCall, ToolHistory, canonical
-from agentspec.tools.model import CallForecast, CallModel, CallPrediction, OpenForecasts, Outlook, TurnObservation
+from agentspec.tools.model import CallModel, OpenForecasts, TurnObservation
 
 TOOLS = {"user", "orders", "order"}
 
@@ -119,18 +119,6 @@ def test_calls_of_later_turns_are_predicted_also_of_a_list_that_is_read_item_by_
     assert often > 0.6 and whole > 0.6 and seldom < 0.2
 
 
-def test_a_call_comes_later_only_while_a_result_would_be_of_use() -> None:
-    call = ToolCall("order", {})
-    one = CallPrediction(call, 0.5, 0.5, 0, 0.25, Outlook("order", "user", False, ()))
-    forecast, nothing = CallForecast((one,), ()), CallForecast((), ())
-    for now, voids, hits in ((20.0, False, 1), (31.0, False, 0), (20.0, True, 0)):
-        open_ = OpenForecasts(30.0)
-        assert [score.hit for score in open_.settle(forecast, (), began=0.0, now=1.0, voids=False)] == [False]
-        scores = open_.settle(nothing, {call.identity}, began=now - 1, now=now, voids=voids)
-        assert [score.hit for score in scores] == [True] * hits
-        assert open_.settle(nothing, {call.identity}, began=now, now=now, voids=False) == ()
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -161,11 +149,3 @@ def test_any_conversation_can_be_learned(turns: list[tuple[str, dict[str, Any], 
         history.makes(call)
         history.returns(tool, text)
         history.returns(tool, canonical(arguments))
-
-
-def test_long_lists_and_objects_are_not_kept_as_constants() -> None:
-    history, model = ToolHistory(), CallModel()
-    call = ToolCall("order", {"short": ["a"], "long": ["a" * 100, "b" * 100], "deep": {"text": "c" * 200}})
-    forecast = model.predict(history, TOOLS)
-    body = model.observe(history, [call], forecast, TOOLS).to_json()
-    assert '[\\"a\\"]' in body and "aaa" not in body and "bbb" not in body and "ccc" not in body

@@ -220,17 +220,6 @@ def test_what_another_function_of_the_name_started_is_dropped() -> None:
     assert outcomes(events) == ["start", "stale", "start"]
 
 
-@pytest.mark.parametrize("between", [ToolCall("write", {"id": "A1"}), ToolCall("mystery", {})])
-def test_a_call_that_may_change_something_voids_what_was_read_before(between: ToolCall) -> None:
-    session, events = opened(CALL)
-    world = World()
-    session.begin_turn(world.run)
-    session.end_turn([between, CALL])
-    session.run(between, world.run)
-    assert session.run(CALL, world.run) == world.run(CALL)
-    assert outcomes(events) == ["start", "stale"]
-
-
 def test_a_writing_agent_of_the_same_session_voids_with_a_speculator_of_its_own_too() -> None:
     reader, _ = opened(CALL)
     writer = ToolSpeculator(ToolPolicy(READ_ONLY)).session(reader.caller)
@@ -269,18 +258,6 @@ def test_a_result_waits_no_longer_than_allowed_for_its_call_and_for_another_sess
     session.begin_turn(world.run)
     speculator.session(AgentCaller(session="another"))
     assert outcomes(events) == ["start", "stale", "start", "waste"]
-
-
-def test_a_failed_start_is_never_shown() -> None:
-    session, events = opened(CALL)
-
-    def fails(call: ToolCall) -> str:
-        raise ValueError("not yet")
-
-    session.begin_turn(fails)
-    session.end_turn([CALL])
-    assert session.run(CALL, lambda _: "now") == "now"
-    assert outcomes(events) == ["start", "failed"] and "not yet" not in str(events)
 
 
 class Endless:
@@ -415,28 +392,3 @@ def test_a_misspelt_name_is_reported_once(caplog: pytest.LogCaptureFixture) -> N
         session.offers([ToolSpec("buy")])
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "no tool get_wether is offered" in said and said.endswith("did you mean get_weather?")
-
-
-def test_no_more_than_64_results_of_a_session_wait() -> None:
-    session, events = opened(CALL)
-    for number in range(80):
-        session.says(f"A{number}")  # where the value comes from that the next turn tries first
-        session.begin_turn(World().run)
-        session.end_turn([ToolCall("read", {"id": f"A{number}"})])
-    assert outcomes(events).count("start") - outcomes(events).count("waste") <= 64
-    session.close()
-    assert outcomes(events).count("start") == outcomes(events).count("waste")
-
-
-def test_a_call_waits_for_a_tool_that_is_still_running() -> None:
-    session, events = opened(CALL)
-    release = threading.Event()
-
-    def slow(call: ToolCall) -> str:
-        assert release.wait(60)
-        return "slow"
-
-    session.begin_turn(slow)
-    session.end_turn([CALL])
-    threading.Timer(0.01, release.set).start()
-    assert session.run(CALL, pytest.fail) == "slow" and outcomes(events) == ["start", "hit"]
