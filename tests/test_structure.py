@@ -62,7 +62,7 @@ INNER = frozenset(
     protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.kept_names
     proxy.body.reading proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
     reasoning.lossy_acceptance reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction
-    speculation.cost speculation.governor speculation.stride telemetry.metrics telemetry.safe_errors telemetry.samples
+    speculation.cost speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape
     text tools.history tools.model
     """.split()
 )

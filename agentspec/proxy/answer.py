@@ -90,11 +90,6 @@ class RequestAnswer:
         return self.key.tenant if self.key else ""
 
     @property
-    def failed(self) -> bool:
-        """Whether the request had no answer, or a broken one; not if its client left."""
-        return self.outcome not in ("ok", "cancelled")
-
-    @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 

@@ -32,18 +32,14 @@ from agentspec.types import DEFAULT_TENANT
 class Identity:
     """The owner of a request's key. An operator reads the metrics and uses no models; a tenant the reverse.
 
-    Without configured keys every client is the default tenant and operator in one. `owner` are the tenant and the key's
-    name among that tenant's.
+    Without configured keys every client is the default tenant and operator in one. `key` is the key's name among that
+    tenant's.
     """
 
     tenant: str
     uses_models: bool = True
     reads_metrics: bool = False
     key: str = ""
-
-    @property
-    def owner(self) -> tuple[str, str]:
-        return self.tenant, self.key
 
 
 ANY_CLIENT = Identity(DEFAULT_TENANT, reads_metrics=True)
@@ -109,11 +105,6 @@ def is_loopback(host: str) -> bool:
         return True
     address = _address(host)
     return address is not None and address.is_loopback
-
-
-def is_unprotected(server: ServerSettings) -> bool:
-    """Whether other machines can use the gateway without an API key."""
-    return not (is_loopback(server.host) or server.api_keys)
 
 
 class HostCheck:

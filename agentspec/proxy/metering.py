@@ -55,7 +55,7 @@ class Demand:
             return answer.usage.prompt_tokens + answer.usage.completion_tokens
         if answer.arrived and answer.outcome != "ok":
             return self.prompt + answer.arrived
-        if answer.failed:
+        if answer.outcome not in ("ok", "cancelled"):
             return 0
         return self.prompt + (self.answer if self.bounded else max(self.answer, answer.arrived))
 
@@ -157,7 +157,7 @@ class Metering:
         """Charge the request to its key, and have `answer` correct the charge at its end. Raises as
         `KeyLimiter.admit` does.
         """
-        if answer.key is None or (limiter := self._limiters.get(answer.key.owner)) is None:
+        if answer.key is None or (limiter := self._limiters.get((answer.key.tenant, answer.key.key))) is None:
             return
         demand = await body.work(demand_of, path, body.data, body.fields)
         try:

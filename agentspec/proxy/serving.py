@@ -20,7 +20,7 @@ from agentspec.backends.threads import share_heaps
 from agentspec.errors import ShuttingDownError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
-from agentspec.proxy.auth import is_unprotected
+from agentspec.proxy.auth import is_loopback
 from agentspec.proxy.connections import END_SECONDS, BoundedConnection
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.runtime import Runtime
@@ -94,7 +94,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     runtime = Runtime(settings)
     app = create_app(runtime, settings)
     app.loading.when_ready = spare_what_is_loaded
-    if is_unprotected(settings.server):
+    if not (is_loopback(settings.server.host) or settings.server.api_keys):
         logs.logger.warning(
             "every client that reaches this address is served: set server.api_keys", host=settings.server.host
         )

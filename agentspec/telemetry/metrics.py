@@ -5,28 +5,15 @@ Queries compute ratios (acceptance, tokens per step) from the counters."""
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agentspec.telemetry.samples import (
-    ENGINE,
-    INDEX,
-    MEMBER,
-    TENANT,
-    EngineSample,
-    Family,
-    IndexFigures,
-    MemberSample,
-    TenantSample,
-)
 from agentspec.types import Speculation
 
-S = TypeVar("S")
 T = TypeVar("T", Counter, Histogram)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,40 +22,14 @@ _HELPERS = ("small", "judge")  # the roles of models that a strategy can go on w
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-def _collected(families: Iterable[Family[S]], samples: Iterable[S], *labels: str) -> Iterator[Metric]:
-    """The metrics of all samples, whose attributes `labels` are the values of the labels of the same names."""
-    found = [(sample, [getattr(sample, label) for label in labels]) for sample in samples]
-    for family in families:
-        kind = GaugeMetricFamily if family.falls else CounterMetricFamily
-        metric = kind(family.name, family.help, labels=[*labels, family.by] if family.by else labels)
-        for sample, values in found:
-            number = family.read(sample)
-            if isinstance(number, Mapping):
-                for value, count in number.items():
-                    metric.add_metric([*values, value], count)
-            else:
-                metric.add_metric(values, number)
-        yield metric
-
-
 class Metrics:
     """Counters and histograms of one gateway, in their own registry.
 
-    `models` are the names that may become a label value; other names are counted as "other". Each scrape calls the
-    others for samples: `indexes` for the token index, if there is one, `backends` for the counts of engines, `tenants`
-    for those of each tenant's requests, and `members` for those of the servers of pools.
+    `models` are the names that may become a label value; other names are counted as "other". `scraped` are metrics
+    that each scrape computes.
     """
 
-    def __init__(
-        self,
-        *,
-        version: str,
-        models: Collection[str] = (),
-        indexes: Callable[[], Collection[IndexFigures]] = lambda: (),
-        backends: Callable[[], Collection[EngineSample]] = lambda: (),
-        tenants: Callable[[], Iterable[TenantSample]] = lambda: (),
-        members: Callable[[], Iterable[MemberSample]] = lambda: (),
-    ) -> None:
+    def __init__(self, *, version: str, models: Collection[str] = (), scraped: Iterable[Collector] = ()) -> None:
         self.registry = registry = CollectorRegistry()
         self._models = frozenset(models)
         self._children: dict[tuple[object, ...], Any] = {}
@@ -95,10 +56,8 @@ class Metrics:
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
         )
-        registry.register(_OnScrape(lambda: _collected(INDEX, found) if (found := indexes()) else ()))
-        registry.register(_OnScrape(lambda: _collected(ENGINE, backends(), "backend")))
-        registry.register(_OnScrape(lambda: _collected(TENANT, tenants(), "tenant")))
-        registry.register(_OnScrape(lambda: _collected(MEMBER, members(), "backend", "member")))
+        for collector in scraped:
+            registry.register(collector)
 
     def connections(self, count: Callable[[], int]) -> None:
         """Report at each scrape how many connections are open."""
@@ -153,16 +112,3 @@ class Metrics:
         if model is None:
             return ""
         return model if model in self._models else OTHER
-
-
-class _OnScrape(Collector):
-    """Metrics that are computed at each scrape."""
-
-    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families()
-
-    def describe(self) -> list[Metric]:
-        return []

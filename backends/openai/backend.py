@@ -13,7 +13,8 @@ from typing import Any
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
 from agentspec.backends.http import MAX_LIST_BYTES, Room, UpstreamResponse, decode_json
-from agentspec.backends.http.response import MAX_ANSWER_BYTES, status_error
+from agentspec.backends.http.errors import status_error
+from agentspec.backends.http.response import MAX_ANSWER_BYTES
 from agentspec.backends.openai.fields import GOAL, PRIORITY, token_id_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization

@@ -20,7 +20,6 @@ Order = Literal["lowest_first", "highest_first"]
 SESSION, PRIORITY, XARGS = "session_id", "priority", "vllm_xargs"
 # The end of the scale that each kind serves first, unless its flags say otherwise.
 ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"}
-_SESSION_KINDS = ("vllm", "sglang")
 # The field that carries switches to our drafter inside a server, and the routes that have it.
 _SWITCHES = {"vllm": (XARGS, (CHAT, COMPLETIONS, RESPONSES)), "sglang": ("custom_params", (CHAT, COMPLETIONS))}
 GOAL = "latency_target_ms_per_token"  # the field of a body: milliseconds per token after the first
@@ -56,13 +55,6 @@ def labels_in(given: Mapping[str, Any]) -> Labels:
 def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that ask for token ids in the answer. Empty with `echo`, since token ids would replace its text."""
     return {} if "return_token_ids" in given or given.get("echo") else {"return_token_ids": True}
-
-
-def session_fields(kind: ServerKind | None, session: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The session's name in the body, for servers that know sessions."""
-    if session is None or kind not in _SESSION_KINDS or given.get(SESSION) == session:
-        return {}
-    return {SESSION: session}
 
 
 def takes_switches(kind: str | None, path: str) -> bool:

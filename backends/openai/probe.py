@@ -10,7 +10,7 @@ from typing import Any
 
 from agentspec.backends.http import Endpoint, decode_json
 from agentspec.backends.openai.metrics import DrafterInfo, read_drafter
-from agentspec.backends.openai.server_kind import configured_kind, list_models, owner_of
+from agentspec.backends.openai.server_kind import list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamTimeoutError
@@ -61,7 +61,7 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         return ProbeReport(reachable=True, error="the upstream lists no model; set `model` for this backend")
     prober = _Prober(endpoint, model, timeout)
     drafter = None
-    is_vllm = (configured_kind(settings) or owner_of(listed)) == "vllm"
+    is_vllm = settings.server_kind == "vllm" or (settings.server_kind == "auto" and owner_of(listed) == "vllm")
     try:
         plain = await prober.ask(_BEGUN)
     except UpstreamError as error:

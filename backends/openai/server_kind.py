@@ -55,7 +55,7 @@ class ServerDetector:
 
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:
         self._endpoint = endpoint
-        self._configured = configured_kind(settings)
+        self._configured = None if settings.server_kind == "auto" else settings.server_kind
         self._kind: _Result[ServerKind] = _Result(self._configured)
         self._drafter = _Result[DrafterInfo]()
         self._routes: dict[str, _Result[bool]] = {}
@@ -94,13 +94,6 @@ class ServerDetector:
             if response.status not in (*_HAS, *_HAS_NOT):
                 raise UpstreamError(f"upstream {self._endpoint.name} does not show whether it has {path}")
             return response.status in _HAS
-
-
-def configured_kind(settings: OpenAISettings) -> ServerKind | None:
-    """The kind of server that the settings name; None if the server is to be asked."""
-    if settings.server_kind == "auto":
-        return None
-    return settings.server_kind
 
 
 async def _look(endpoint: Endpoint) -> ServerKind:

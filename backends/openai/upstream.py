@@ -119,9 +119,9 @@ class Upstream:
         kind = await self._detector.kind()
         fields = salts | (await self._vllm_fields(sent, given) if kind == "vllm" else {})
         session = self._own_labels(tenant, labels).session
-        if given.get(SESSION) and not self._apart:
-            session = None  # the client's own is sent
-        fields |= wire.session_fields(kind, session, given) | wire.priority_fields(self.settings, kind, given)
+        if session is not None and kind in ("vllm", "sglang") and (self._apart or not given.get(SESSION)):
+            fields[SESSION] = session  # else the client's own is sent
+        fields |= wire.priority_fields(self.settings, kind, given)
         return fields | (wire.switch_fields(kind, path, off, {**given, **fields}) if off else {})
 
     async def _vllm_fields(self, sent: Labels, given: Mapping[str, Any]) -> dict[str, Any]:

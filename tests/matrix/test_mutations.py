@@ -22,13 +22,13 @@ Where = dict[str, Any]
 # what breaks: the function, what to change, changed, and the cases in which it has to show
 MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     "tenant forgotten": (
-        f"{PROXY}.request_context:RequestContext.sign",
+        f"{PROXY}.request_context:RequestContext.complete",
         "tenant=self.tenant",
         "tenant='default'",
         {"backend": "engine", "keyed": True},
     ),
     "stored though off": (
-        f"{PROXY}.request_context:RequestContext.sign",
+        f"{PROXY}.request_context:RequestContext.complete",
         "store=self.store",
         "store=True",
         {"backend": "engine", "store": False},

@@ -5,11 +5,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.telemetry.metrics import Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
+from agentspec.telemetry.scrape import ENGINE, INDEX, OnScrape
 from agentspec.types import Speculation
 
 
 def test_everything_is_rendered() -> None:
-    metrics = Metrics(version="1.2.3", models=["m"], indexes=lambda: [IndexFigures(4096, 3, 2, 5, 1.5, True)])
+    index = OnScrape(INDEX, lambda: [IndexFigures(4096, 3, 2, 5, 1.5, True)])
+    metrics = Metrics(version="1.2.3", models=["m"], scraped=[index])
     metrics.request("/v1/chat/completions", "m", "ok", 0.2)
     metrics.first_token("m", 0.1)
     metrics.tokens("m", prompt=5, completion=4)
@@ -32,7 +34,7 @@ def test_everything_is_rendered() -> None:
 
 
 def test_without_an_index_there_is_no_gauge() -> None:
-    assert b"agentspec_index" not in Metrics(version="1").render()
+    assert b"agentspec_index" not in Metrics(version="1", scraped=[OnScrape(INDEX, list)]).render()
 
 
 def test_engines_count_by_source() -> None:
@@ -46,7 +48,7 @@ def test_engines_count_by_source() -> None:
         rows=640,
         prefills={"launched": 7, "used": 4, "tokens": 900},
     )
-    text = Metrics(version="1", backends=lambda: [sample]).render().decode()
+    text = Metrics(version="1", scraped=[OnScrape(ENGINE, lambda: [sample], "backend")]).render().decode()
     assert 'agentspec_engine_draft_tokens_total{backend="local",source="session"} 5.0' in text
     assert 'agentspec_engine_accepted_tokens_total{backend="local",source="session"} 3.0' in text
     assert 'agentspec_engine_active{backend="local"} 2.0' in text

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
-from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
 from agentspec.protocol.requests import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
@@ -25,20 +25,6 @@ _LISTS = ("stop", "stop_sequences", "stop_token_ids", "bad_words", "stop_regex")
 
 MAX_LOGPROBS = 20
 MAX_TEXTS = 2048  # of a request for embeddings
-
-TOKENIZED_CHARACTERS = 1_000_000
-CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
-
-
-def check_characters(length: int, context_length: int | None, param: str) -> None:
-    """Raise `ContextLengthError` for a text of so many characters that tokenizing it would only cost memory.
-
-    A token takes about 170 bytes while a text is tokenized.
-    """
-    most = max(TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * (context_length or 0))
-    if length > most:
-        message = f"the text has {length} characters; at most {most} are tokenized here: send it in pieces"
-        raise ContextLengthError(message, param=param)
 
 
 def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) -> None:

@@ -16,12 +16,12 @@ from agentspec.protocol.anthropic.requests import MessagesRequest, parse_message
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.answering import check_roles, require_route
 from agentspec.proxy.api import json_response, respond
-from agentspec.proxy.body.amounts import check_characters
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.completions.translation import TEMPLATED
 from agentspec.proxy.endpoint import GenerationEndpoint
 from agentspec.proxy.messages.api import MessagesInspector, chat_of, read_for_upstream
 from agentspec.proxy.request_context import RequestContext
+from agentspec.proxy.routes.tokenization import check_characters
 from agentspec.runtime import Route
 from agentspec.types import GenerateRequest
 

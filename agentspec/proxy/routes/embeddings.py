@@ -15,10 +15,11 @@ from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.validation import Body, Refused, Text, kind_of, must, short
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response, respond
-from agentspec.proxy.body.amounts import check_amounts, check_characters
+from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.endpoint import GatewayEndpoint
 from agentspec.proxy.request_context import RequestContext
+from agentspec.proxy.routes.tokenization import check_characters
 from agentspec.types import Delta, Usage
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from agentspec.proxy.request_context import upstream_headers
 from agentspec.runtime import Runtime
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
+from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, TENANT, OnScrape
 from agentspec.types import Labels
 from agentspec.version import __version__
 
@@ -44,10 +45,12 @@ class Pages:
         self.registry = Metrics(
             version=__version__,
             models=runtime.models(),
-            indexes=lambda: index_figures(runtime),
-            backends=lambda: engine_samples(runtime),
-            tenants=limiter.samples,
-            members=lambda: runtime.fleet.samples() if runtime.fleet else (),
+            scraped=(
+                OnScrape(INDEX, lambda: index_figures(runtime)),
+                OnScrape(ENGINE, lambda: engine_samples(runtime), "backend"),
+                OnScrape(TENANT, limiter.samples, "tenant"),
+                OnScrape(MEMBER, lambda: runtime.fleet.samples() if runtime.fleet else (), "backend", "member"),
+            ),
         )
 
     def routes(self) -> dict[str, Handler]:

@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from agentspec.backends.base import TOKENIZE, Tokenization, is_local, tokenization_of
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.validation import Body, Text, TokenIds
 from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import respond
-from agentspec.proxy.body.amounts import check_amounts, check_characters
+from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.endpoint import GatewayEndpoint
 from agentspec.proxy.forwarding import StreamInspector
@@ -26,6 +26,19 @@ from agentspec.runtime import Route
 # Fields of a chat that shape its prompt, besides its messages.
 _SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
 _OF_CHAT = ("model", "messages", *_SHAPING)
+TOKENIZED_CHARACTERS = 1_000_000
+CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
+
+
+def check_characters(length: int, context_length: int | None, param: str) -> None:
+    """Raise `ContextLengthError` for a text of so many characters that tokenizing it would only cost memory.
+
+    A token takes about 170 bytes while a text is tokenized.
+    """
+    most = max(TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * (context_length or 0))
+    if length > most:
+        message = f"the text has {length} characters; at most {most} are tokenized here: send it in pieces"
+        raise ContextLengthError(message, param=param)
 
 
 class _TokenizeBody(Body):
