@@ -25,8 +25,7 @@ from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.completions.api import CHATS, TEXTS
 from agentspec.proxy.endpoint import GatewayEndpoint, GenerationEndpoint, Services
 from agentspec.proxy.logs import logger
-from agentspec.proxy.messages.api import ANTHROPIC
-from agentspec.proxy.messages.count_tokens import CountTokensEndpoint
+from agentspec.proxy.messages.api import ANTHROPIC, CountTokensEndpoint
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
 from agentspec.proxy.responses.api import OPENAI_RESPONSES

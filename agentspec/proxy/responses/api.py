@@ -21,7 +21,7 @@ from agentspec.proxy.api import Api, ApiWriter, Fields, History
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_context import RequestContext
-from agentspec.proxy.responses.upstreams import ResponsesInspector
+from agentspec.proxy.responses.stored import ResponsesInspector
 from agentspec.types import Delta, GenerateRequest
 
 UNENFORCED = "x-agentspec-unenforced"
