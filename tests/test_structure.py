@@ -59,7 +59,7 @@ INNER = frozenset(
     prediction protocol protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas
     protocol.errors protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
     protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tools
-    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.kept_names
+    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.stored_names
     proxy.body.reading proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
     reasoning.lossy_acceptance reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction
     speculation.cost speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape

@@ -44,8 +44,8 @@ class RequestAnswer:
     `key` is the identity of the request's key, None before the check; `has_gateway_key`: the gateway has keys, so that
     a client's Authorization header is for it. `anthropic`: the route is of Anthropic's API, and so are its errors.
     `response_headers` are added by the backend, `limit_headers` say where the key stands. `attempt` is the server of a
-    pool that answers or failed last; only operators see its name. `settle` is called once with the finished answer, to
-    correct the charge. `watch` sees each message before it is sent.
+    pool that answers or failed last; only operators see its name. `correct_charge` is called once with the finished
+    answer; `watch` sees each message before it is sent.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class RequestAnswer:
     body_ended: bool = False
     release_slot: Callable[[], None] | None = None
     attempt: Attempt | None = None
-    settle: Callable[[RequestAnswer], None] | None = None
+    correct_charge: Callable[[RequestAnswer], None] | None = None
     watch: Callable[[Message], Awaitable[None]] | None = None
 
     @classmethod
@@ -186,8 +186,8 @@ class RequestAnswer:
 
     def finish(self, metrics: Metrics) -> None:
         """Charge, count and log the answer, once it is over in whatever way."""
-        if self.settle is not None:
-            self.settle(self)
+        if self.correct_charge is not None:
+            self.correct_charge(self)
         metrics.request(self.route, self.model, self.outcome, self.seconds)
         if self.first_token is not None:
             metrics.first_token(self.model, self.first_token)

@@ -50,14 +50,14 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     """
     settings = settings or runtime.settings
     server = settings.server
-    limiter = Slots(server, _most_at_once(settings))
+    slots = Slots(server, _most_at_once(settings))
     budget = BodyBudget(server.max_body_memory, shared=bool(server.api_keys))
     deadlines: WeakSet[Deadline] = WeakSet()
-    pages = Pages(runtime, limiter)
+    pages = Pages(runtime, slots)
     services = Services(
         runtime,
         server,
-        limiter,
+        slots,
         budget,
         deadlines,
         Metering(server, pages.registry) if server.api_keys else None,
@@ -73,7 +73,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         routes=router,
         authenticator=Authenticator(server.api_keys),
         hosts=HostCheck(server),
-        limiter=limiter,
+        slots=slots,
         deadlines=deadlines,
         metrics=pages.registry,
         loading=loading,

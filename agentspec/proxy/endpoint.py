@@ -23,8 +23,8 @@ from agentspec.proxy.answering import answer_here
 from agentspec.proxy.api import Api
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget, RequestBody
-from agentspec.proxy.body.kept_names import refuse_kept_names
 from agentspec.proxy.body.reading import parse_object, read_body
+from agentspec.proxy.body.stored_names import refuse_stored_names
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.forwarding import Inspector, StreamInspector, expected_choices, forward, upstream_body
 from agentspec.proxy.metering import Metering
@@ -150,7 +150,7 @@ class GatewayEndpoint:
 
     def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         if self.services.several_tenants:
-            refuse_kept_names(fields)
+            refuse_stored_names(fields)
         check_amounts(fields, self.path, self.services.settings)
         UpstreamFields(backend.settings).check(fields, self.path)
 

@@ -129,13 +129,13 @@ class KeyLimiter:
         for name, window in self._windows.items():
             window.add(began, amounts[name])
 
-        def settle(taken: int) -> None:
+        def correct(taken: int) -> None:
             now = int(self._clock())
             second = now if taken > charged else began
             if tokens is not None and second > now - WINDOW:
                 tokens.add(second, taken - charged)
 
-        return settle
+        return correct
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Where the key stands, in OpenAI's headers: limit, what is left, and when all is there again."""
@@ -161,10 +161,10 @@ class Metering:
             return
         demand = await body.work(demand_of, path, body.data, body.fields)
         try:
-            settle = limiter.admit(demand)
+            correct = limiter.admit(demand)
         except RateLimitError as error:
             self._metrics.limited(answer.tenant, error.limit)
             raise
         finally:
             answer.limit_headers = limiter.headers()
-        answer.settle = lambda finished: settle(demand.taken(finished))
+        answer.correct_charge = lambda finished: correct(demand.taken(finished))

@@ -54,12 +54,12 @@ class RecordedRoute(Route):
 
 @dataclass(slots=True)
 class GatewayMiddleware:
-    """The gateway as an ASGI application. `limiter.close()` begins a drain; `loading` is the state of the start."""
+    """The gateway as an ASGI application. `slots.close()` begins a drain; `loading` is the state of the start."""
 
     routes: Router
     authenticator: Authenticator
     hosts: HostCheck
-    limiter: Slots
+    slots: Slots
     deadlines: WeakSet[Deadline]
     metrics: Metrics
     loading: Loading

@@ -72,7 +72,7 @@ class GatewayServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        self._app.limiter.close()  # in the same turn as the listening sockets and idle connections
+        self._app.slots.close()  # in the same turn as the listening sockets and idle connections
         late = asyncio.get_running_loop().call_later(self._settings.drain_timeout, self._interrupt)
         await super().shutdown(sockets)
         late.cancel()

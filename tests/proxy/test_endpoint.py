@@ -70,7 +70,7 @@ def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) 
             ask(client)
         assert caught.value.response.headers["retry-after"] == "1"
         stream.close()
-        until(lambda: backend.active == 0 and running.app.limiter.running == 0)
+        until(lambda: backend.active == 0 and running.app.slots.running == 0)
         assert len(backend.cancelled) == 1
         backend.go.set()
         assert ask(client).choices[0].message.content == "one two"

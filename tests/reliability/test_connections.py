@@ -99,7 +99,7 @@ def test_c2_streams_at_once_all_arrive_whole_and_leave_nothing_open(
             assert (response.status, response.read().count(b"word")) == (200, 20)
     until(lambda: not state.connections and not state.tasks)
     until(lambda: descriptors() <= before)
-    assert running.app.limiter.running == running.app.budget.memory.total == 0
+    assert running.app.slots.running == running.app.budget.memory.total == 0
 
 
 # ---- C3: slow readers --------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_c3_slow_readers_hold_a_bounded_buffer_and_are_cut_off(
             time.sleep(0.1)
         assert 0 < highest <= MOST_BUFFERED, highest
         until(lambda: backend.active == 0)
-        until(lambda: running.app.limiter.running == 0)
+        until(lambda: running.app.slots.running == 0)
     assert running.metric("agentspec_requests_total", outcome="cancelled", model="fake", route=CHAT) == count
 
 
@@ -198,7 +198,7 @@ def test_c3_whole_answers_at_once_are_bounded_in_memory(
         assert budget.memory.total < 9 << 20
         for reader in readers:
             assert answered(reader) == 200 and budget.memory.total < 9 << 20
-    until(lambda: running.app.limiter.running == 0)
+    until(lambda: running.app.slots.running == 0)
     assert budget.memory.total == 0
 
 
@@ -222,7 +222,7 @@ def test_c3_answers_without_a_length_end_in_503_and_not_in_memory(
     refused = [one for one in answers if one.status_code != 200]
     assert all(one.status_code == 503 and one.json()["error"]["code"] == "answer_memory" for one in refused)
     assert all(one.headers["retry-after"] == "1" for one in refused)
-    until(lambda: running.app.limiter.running == 0)
+    until(lambda: running.app.slots.running == 0)
     assert running.app.budget.memory.total == 0 and post(0).content == content
 
 
@@ -263,7 +263,7 @@ def test_c4_a_disconnect_at_any_point_leaves_nothing(
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     state = running.server.server_state
     until(lambda: not state.connections and not state.tasks)
-    assert running.app.limiter.running == 0 and backend.active == 0
+    assert running.app.slots.running == 0 and backend.active == 0
     until(lambda: len(upstream_left) == len(server.requests))
 
 
@@ -309,7 +309,7 @@ def test_c5_what_trickles_is_closed(
                 connection.sendall(part)
                 received = connection.recv(1000)
     assert received.startswith(b"HTTP/1.1 408 ") and said in received
-    until(lambda: running.app.limiter.running == 0)
+    until(lambda: running.app.slots.running == 0)
 
 
 def test_c5_connections_over_the_limits_are_refused_and_others_served(gateway: Any, until: Callable[..., None]) -> None:

@@ -116,7 +116,7 @@ def test_c7_five_times_the_capacity_costs_no_goodput(tmp_path: Path, in_virtual_
     patience = ServerSettings().queue_timeout + 2 * SECONDS
     assert seen.within(patience) == seen.statuses[200]  # no answer comes too late to be of use
     assert all(wait.isdigit() and int(wait) >= 1 for wait in seen.retry_after)
-    assert loaded.app.limiter.running == loaded.app.limiter.waiting == 0
+    assert loaded.app.slots.running == loaded.app.slots.waiting == 0
 
 
 def test_c7_a_list_of_an_upstreams_models_takes_a_place(
@@ -140,11 +140,11 @@ def test_c7_a_list_of_an_upstreams_models_takes_a_place(
         for place in range(2):
             asking = stack.enter_context(socket.create_connection((host, int(port))))
             asking.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            until(lambda place=place: running.app.limiter.running == place + 1)
+            until(lambda place=place: running.app.slots.running == place + 1)
         refused = httpx.get(f"{running.url}/v1/models")
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert httpx.get(f"{running.url}/v1/models/m").status_code == 429
-    until(lambda: running.app.limiter.running == 0)
+    until(lambda: running.app.slots.running == 0)
     assert len(server.requests) <= 2
     go.set()
     assert [model["id"] for model in httpx.get(f"{running.url}/v1/models").json()["data"]] == ["m"]

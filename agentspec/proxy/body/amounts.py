@@ -10,7 +10,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
 from agentspec.protocol.requests import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
-from agentspec.proxy.body.kept_names import objects
+from agentspec.proxy.body.stored_names import objects
 from agentspec.settings.server import ServerSettings
 from agentspec.types import MAX_CHOICES
 

@@ -30,7 +30,7 @@ from agentspec.proxy.admission import Deadline, until_disconnect
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.budget import RequestBody
-from agentspec.proxy.body.kept_names import refuse_what_others_keep
+from agentspec.proxy.body.stored_names import refuse_unowned_names
 from agentspec.proxy.errors import error_response
 from agentspec.proxy.forwarding import Inspector, forward
 from agentspec.proxy.logs import logger
@@ -131,7 +131,7 @@ class Keeper:
         """
         fields, backend = body.fields, context.route.backend_name
         if several:
-            refuse_what_others_keep(fields)
+            refuse_unowned_names(fields)
             if (previous := fields.get("previous_response_id")) is not None:
                 stored = await self.get(context.tenant, str(previous), "previous_response_id")
                 if stored.backend != backend:

@@ -38,9 +38,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Pages:
     """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
 
-    def __init__(self, runtime: Runtime, limiter: Slots) -> None:
+    def __init__(self, runtime: Runtime, slots: Slots) -> None:
         self._runtime = runtime
-        self._limiter = limiter
+        self._slots = slots
         self._created = int(time.time())
         self.registry = Metrics(
             version=__version__,
@@ -48,7 +48,7 @@ class Pages:
             scraped=(
                 OnScrape(INDEX, lambda: index_figures(runtime)),
                 OnScrape(ENGINE, lambda: engine_samples(runtime), "backend"),
-                OnScrape(TENANT, limiter.samples, "tenant"),
+                OnScrape(TENANT, slots.samples, "tenant"),
                 OnScrape(MEMBER, lambda: runtime.fleet.samples() if runtime.fleet else (), "backend", "member"),
             ),
         )
@@ -70,7 +70,7 @@ class Pages:
 
         Only clients with a key see which of these it is.
         """
-        status = "draining" if self._limiter.closed else "ready" if self._runtime.ready else "loading"
+        status = "draining" if self._slots.closed else "ready" if self._runtime.ready else "loading"
         if self._runtime.failure is not None:
             status = "failed"
         shown = RequestAnswer.of(request.scope).key is not None or status == "ready"
@@ -111,7 +111,7 @@ class Pages:
         answer = RequestAnswer.of(request.scope)
         headers = upstream_headers(request.scope, answer, Labels())
         try:
-            async with until_disconnect(request.receive), self._limiter.enter(answer.tenant):
+            async with until_disconnect(request.receive), self._slots.enter(answer.tenant):
                 async with asyncio.timeout(MODELS_SECONDS):
                     return await backend.models(headers)
         except TimeoutError:

@@ -83,7 +83,7 @@ def test_a_translated_answer_stays_within_the_memory(
     answers = []
     for _ in ("small", "large"):
         answers.append(httpx.post(f"{running.url}{path}", json=asked, timeout=60))
-        until(lambda: running.app.limiter.running == 0)
+        until(lambda: running.app.slots.running == 0)
         assert running.app.budget.memory.total == 0
     small, large = answers
     assert small.status_code == 200 and small.text.count("x") >= 200_000 and "max_body_memory" not in small.text

@@ -131,7 +131,7 @@ def test_a_client_that_leaves_a_stored_stream_cancels_it(gateway: Any, upstream:
     with HTTP.stream("GET", f"{running.url}{ROUTE}/resp_1?stream=true") as streamed:
         assert next(streamed.iter_raw()) == EVENTS[0]
     assert left.wait(60)
-    until(lambda: running.app.limiter.running == 0)
+    until(lambda: running.app.slots.running == 0)
 
 
 @pytest.mark.parametrize("path", [f"{ROUTE}/..", f"{ROUTE}/.", f"{ROUTE}/%2e%2e"])

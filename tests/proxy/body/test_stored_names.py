@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentspec.errors import InvalidRequestError
-from agentspec.proxy.body.kept_names import refuse_kept_names
+from agentspec.proxy.body.stored_names import refuse_stored_names
 
 
 def said(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
@@ -33,9 +33,9 @@ NAMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), NAMED)
-def test_what_is_kept_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_a_name_of_something_stored_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match="several tenants") as refused:
-        refuse_kept_names(fields)
+        refuse_stored_names(fields)
     assert refused.value.param == param
 
 
@@ -55,4 +55,4 @@ def test_what_is_kept_is_refused(fields: dict[str, Any], param: str) -> None:
     ],
 )
 def test_what_names_nothing_passes(fields: dict[str, Any]) -> None:
-    refuse_kept_names(fields)
+    refuse_stored_names(fields)
