@@ -322,7 +322,7 @@ def filled(cache: SuffixCache, rounds: int = 60) -> None:
 
 
 @pytest.mark.parametrize("follows", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
+def test_i9_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
     with SuffixCache.open(tmp_path) as cache, SuffixCache.open(tmp_path, mode="follower") as follower:
         filled(cache)
         cache.compact()

@@ -45,7 +45,7 @@ async def answer(runtime: Runtime, request: GenerateRequest) -> Any:
     return "".join(delta.text for delta in deltas), deltas[-1].speculation
 
 
-async def test_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_model: Path) -> None:
+async def test_i10_only_named_tenants_and_free_answers_are_lossy_and_labelled(tiny_model: Path) -> None:
     async with Runtime(settings(tiny_model)) as runtime:
         fast = runtime.route("fast").backend
         assert isinstance(fast, LossyAcceptanceBackend)

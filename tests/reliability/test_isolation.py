@@ -1,4 +1,4 @@
-"""I1-I4, I8, I9, I10: what a client without a key, or another tenant, can learn or do: nothing."""
+"""I1-I4, I8, I10: what a client without a key, or another tenant, can learn or do: nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import re
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import product
@@ -29,7 +28,6 @@ from agentspec.proxy.app import create_app
 from agentspec.proxy.auth import Authenticator
 from agentspec.reasoning.settings import (
     STRATEGIES,
-    LossyAcceptanceSettings,
     SpecReasonSettings,
     StrategySettings,
     TraceSettings,
@@ -450,7 +448,7 @@ def test_i4_without_traces_nothing_is_written(gateway: Any, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-# I8, I9: what a tenant stores, and what is left of it.
+# I8: what a tenant stores.
 
 
 def hit_rate(cache: SuffixCache, tenant: str) -> float:
@@ -465,7 +463,7 @@ def hit_rate(cache: SuffixCache, tenant: str) -> float:
     return hits / total
 
 
-@pytest.mark.parametrize("tokens", [500_000, pytest.param(10_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [200_000, pytest.param(10_000_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("share", [None, pytest.param(2 << 20, marks=pytest.mark.slow)])
 def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) -> None:
     with SuffixCache.open(memory_bytes=4 << 20, tenant_memory_bytes=share) as cache:
@@ -479,62 +477,15 @@ def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) 
         assert abs(hit_rate(cache, "b") - before) < 0.01
 
 
-def left_of(folder: Path, sequences: list[Tokens]) -> list[str]:
-    """The files that hold eight tokens in a row of any of `sequences`, as they are or compressed."""
-    pieces = [output[start : start + 8].astype("<i4").tobytes() for output in sequences for start in (0, 20, 32)]
-    found = []
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        raw = content(file)
-        streams = [raw, *(inflated(raw, match.start()) for match in re.finditer(b"\x78[\x01\x5e\x9c\xda]", raw))]
-        found += [file.name for data in streams if any(piece in data for piece in pieces)]
-    return found
-
-
-def inflated(raw: bytes, start: int) -> bytes:
-    with suppress(zlib.error):
-        return zlib.decompressobj().decompress(raw[start : start + 50_000], 1 << 20)
-    return b""
-
-
-def test_i9_nothing_is_left_of_a_deleted_tenant(tmp_path: Path) -> None:
-    """On return already: in no file, in no draft, and not in a request that was open before."""
-    canaries = [canary(number) for number in range(60)]
-    with SuffixCache.open(tmp_path) as cache:
-        fill(cache, "a", iter(canaries[:40]))
-        fill(cache, "b", own_texts())
-        cache.compact()  # segments
-        fill(cache, "a", iter(canaries[40:]))
-        cache.flush()
-        assert len(set(left_of(tmp_path, canaries))) >= 2  # the scan would see them
-        before = cache.request(canaries[0][:SEEN], namespace="a", session="open")
-        assert len(before.draft(8)) > 0
-        assert cache.forget(tenant="a") == len(canaries)
-        assert left_of(tmp_path, canaries) == [] and b"canary" not in b"".join(map(content, files(tmp_path)))
-        for number in range(0, 60, 7):
-            for tenant in "ab":
-                with cache.request(canary(number)[:SEEN], namespace=tenant, store=False) as request:
-                    assert not set(request.draft(32).tokens.tolist()) & set(canary(number).tolist())
-        assert len(before.draft(8)) == 0
-        before.abandon()
-        assert cache.stats().sequences == 200
-    assert left_of(tmp_path, canaries) == []
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.stats().sequences == 200 and hit_rate(cache, "b") > 0.9
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 # I10: lossy modes.
 
 LOSSY = {name: kind for name, kind in STRATEGIES.items() if kind.lossy}
-PLAIN = ModelSettings(backend="local")
 DELEGATING = {name: kind for name, kind in LOSSY.items() if "small" in kind.model_fields}
 
 
 @pytest.mark.parametrize("name", DELEGATING)
 def test_i10_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
+    assert LOSSY.keys() == {*DELEGATING, "lossy_acceptance"}  # which has a test of its own
     model = ThinkingModel(lambda thinking: "step. Answer: 4\n</think>")
     strategy = LOSSY[name](base="large", small="tiny")  # type: ignore[call-arg]
     backends: dict[str, Any] = {each: TorchSettings(model=each) for each in ("large", "tiny")}
@@ -548,30 +499,6 @@ def test_i10_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
         plain = httpx.post(url, json={**body, "model": "plain", "stream": stream})
         for lossless in (off, plain):
             assert "x-agentspec-lossy" not in lossless.headers and '"lossy":true' not in lossless.text
-
-
-def test_i10_lossily_accepted_answers_say_so(gateway: Any, tiny_model: Path) -> None:
-    assert LOSSY.keys() == {*DELEGATING, "lossy_acceptance"}
-    local = TorchSettings(model=str(tiny_model), draft_model=str(tiny_model), device="cpu")
-    fast = LossyAcceptanceSettings(base="local", tenants=("*",))
-    running = gateway({}, Settings(backends={"local": local}, models={"fast": fast, "plain": PLAIN}))
-    body = {"messages": [{"role": "user", "content": "Two plus two?"}], "max_tokens": 4, "seed": 1}
-    for stream in (False, True):
-        asked = {**body, "model": "fast", "stream": stream}
-        lossy = httpx.post(running.url + GENERATION[0], json=asked, timeout=60)
-        assert lossy.headers["x-agentspec-lossy"].startswith("lossy_acceptance") and '"lossy":true' in lossy.text
-        off = httpx.post(
-            running.url + GENERATION[0], json=asked, headers={"x-agentspec-speculation": "off"}, timeout=60
-        )
-        formed = {"structured_outputs": {"choice": ["four", "five"]}}
-        form = httpx.post(running.url + GENERATION[0], json={**asked, **formed}, timeout=60)
-        plain = httpx.post(running.url + GENERATION[0], json={**asked, "model": "plain"}, timeout=60)
-        for exact in (off, form, plain):
-            assert exact.status_code == 200
-            assert "x-agentspec-lossy" not in exact.headers and '"lossy":true' not in exact.text
-        several = {"model": "fast", "stream": stream, "prompt": ["two", "three"], "max_tokens": 4}
-        lossy = httpx.post(running.url + GENERATION[1], json=several, timeout=60)
-        assert lossy.headers["x-agentspec-lossy"].startswith("lossy_acceptance") and '"lossy":true' in lossy.text
 
 
 @pytest.mark.anyio
@@ -590,11 +517,3 @@ async def test_i10_no_request_can_make_an_answer_lossy(tmp_path: Path, tiny_mode
                 assert answered.status == 200 and "x-agentspec-lossy" not in answered.headers
                 texts.add(json.loads(answered.body)["choices"][0]["message"]["content"])
             assert len(texts) == 1
-
-
-def content(file: Path) -> bytes:
-    """What is in the file, which may go while a journal is emptied."""
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        return b""
