@@ -101,21 +101,16 @@ class Source:
 class LossyAcceptance:
     """A rule by which a local engine accepts tokens of its draft model that are not the large model's own draws.
 
-    `rule` "typical": tokens at least as likely as min(`epsilon`, `delta` * exp(-entropy)). "judge": tokens that the
-    trained layer in the file `judge_head` finds right with a probability above `threshold`.
+    Tokens at least as likely as min(`epsilon`, `delta` * exp(-entropy)) are typical (Medusa).
     """
 
-    rule: Literal["typical", "judge"]
     epsilon: float = 0.09
     delta: float = 0.3
-    threshold: float = 0.5
-    judge_head: str | None = None
 
     @property
     def knobs(self) -> dict[str, Any]:
         """The settings that the answer depends on."""
-        named = ("epsilon", "delta") if self.rule == "typical" else ("threshold",)
-        return {"rule": self.rule, **{name: getattr(self, name) for name in named}}
+        return {"epsilon": self.epsilon, "delta": self.delta}
 
 
 def check_latency_goal(goal: object) -> None:

@@ -16,7 +16,7 @@ from agentspec.types import Delta, GenerateRequest
 @dataclass
 class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
     """Answers with `base`, lossily where the settings allow it: other tenants, answers that have to have a form or may
-    call tools, greedy ones under the rule "typical", and requests without speculation get the exact answer.
+    call tools, greedy ones, and requests without speculation get the exact answer.
     """
 
     name: str
@@ -25,12 +25,12 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
 
     @classmethod
     def open(cls, name: str, settings: LossyAcceptanceSettings, dependencies: Dependencies) -> LossyAcceptanceBackend:
-        """Open the strategy and its judge. Raises `ConfigurationError` if `base` has no draft model of its own."""
+        """Open the strategy. Raises `ConfigurationError` if `base` has no draft model of its own."""
         base = dependencies.find(settings.base)
-        if not is_local(base.backend, "prepare_acceptance"):
+        if not is_local(base.backend, "settings"):
             raise ConfigurationError(f"models.{name}.base must be a local model (kind = torch), not {settings.base!r}")
         try:
-            base.backend.prepare_acceptance(settings.acceptance)
+            base.backend.settings.require_draft_model()
         except ConfigurationError as error:
             raise ConfigurationError(f"models.{name}: {error.message}") from error
         return cls(name, settings, base)
@@ -46,7 +46,7 @@ class LossyAcceptanceBackend(Strategy[LossyAcceptanceSettings]):
         """Whether the answer to `request` may differ from the model's own."""
         formed = request.sampling.structured_outputs is not None or not request.extra.keys().isdisjoint(FORM_FIELDS)
         calls = bool(request.tools) and request.tool_choice != "none"
-        exact = formed or calls or (self.settings.rule == "typical" and request.sampling.greedy)
+        exact = formed or calls or request.sampling.greedy
         return request.speculation and self.settings.admits(request.tenant) and not exact
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:

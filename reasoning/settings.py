@@ -7,9 +7,9 @@ To add a strategy, write a settings class here, list it in `STRATEGIES`, and let
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, HttpUrl, SecretStr, model_validator
+from pydantic import AfterValidator, Field, HttpUrl, SecretStr
 
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
@@ -150,8 +150,7 @@ class KnnLmSettings(StrategySettings):
 
 class LossyAcceptanceSettings(StrategySettings):
     """`[models.NAME] strategy = "lossy_acceptance"`: a local model that also accepts tokens of its draft model which it
-    would not have drawn: typical ones (Medusa, arXiv 2401.10774), or those a trained judge finds right (Judge Decoding,
-    arXiv 2501.19309).
+    would not have drawn but finds typical (Medusa, arXiv 2401.10774).
     """
 
     implementation = "agentspec.reasoning.lossy_acceptance:LossyAcceptanceBackend"
@@ -159,36 +158,12 @@ class LossyAcceptanceSettings(StrategySettings):
     tenants: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         min_length=1, description='Tenants that may get lossy answers; all others get exact ones. ["*"] means all'
     )
-    epsilon: float = Field(
-        default=0.09, gt=0, lt=1, description="Without judge_head: a probability that is always enough"
-    )
-    threshold: float = Field(
-        default=0.5, gt=0, lt=1, description="With judge_head: the probability to be right that is enough"
-    )
-    judge_head: UserPath | None = Field(
-        default=None,
-        description="Accept what this layer finds right: a file that `agentspec.benchmarks.judge_training` wrote for"
-        " the base model. Unset: likely tokens are accepted",
-    )
-
-    @property
-    def rule(self) -> Literal["typical", "judge"]:
-        return "typical" if self.judge_head is None else "judge"
-
-    @model_validator(mode="after")
-    def _belongs_to_its_rule(self) -> Self:
-        """Refuses a setting that the rule would ignore. Its default may be written out."""
-        typical = self.judge_head is None
-        other, change = ("threshold", "set judge_head") if typical else ("epsilon", "leave out judge_head")
-        if getattr(self, other) != type(self).model_fields[other].default:
-            raise ValueError(f"{other} does not concern the rule {self.rule!r}: leave it out, or {change}")
-        return self
+    epsilon: float = Field(default=0.09, gt=0, lt=1, description="A probability that is always enough")
 
     @property
     def acceptance(self) -> LossyAcceptance:
         """The rule. Where the model is unsure, less than `epsilon` is enough: sqrt(epsilon) * exp(-entropy)."""
-        head = None if self.judge_head is None else str(self.judge_head)
-        return LossyAcceptance(self.rule, self.epsilon, self.epsilon**0.5, self.threshold, head)
+        return LossyAcceptance(self.epsilon, self.epsilon**0.5)
 
     @property
     def answer_settings(self) -> dict[str, Any]:

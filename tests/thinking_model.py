@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ ASK = GenerateRequest(
     "fast", messages=[{"role": "user", "content": "Two plus two?"}], sampling=SamplingParams(temperature=0.0)
 )
 
-_QUOTED = re.compile(r"<<<\n(.*?)\n>>>", re.DOTALL)
 _NUMBERED = re.compile(r"<start_s[12]>\n(.*?)\n<end_s[12]>", re.DOTALL)
 
 
@@ -67,22 +66,15 @@ class ThinkingModel(FakeBackend):
         prompt = self.prompt_text(request)
         if _is_question(prompt):
             if prompt.endswith("["):
-                return "aligned" if self._same(*_compared(prompt)) else "unaligned"
+                own, draft = _NUMBERED.findall(prompt)[-2:]
+                return "aligned" if self._same(draft, own) else "unaligned"
             return self._score(_judged(prompt))
         return self._said if "</think>" in prompt else self._step(prompt.rpartition("<think>\n")[2])
 
 
-def _compared(prompt: str) -> Sequence[str]:
-    """The drafted step and the base model's own, of the question whether they mean the same."""
-    numbered: list[str] = _NUMBERED.findall(prompt)
-    return numbered[:-3:-1] or _QUOTED.findall(prompt)[-2:]
-
-
 def _judged(prompt: str) -> str:
-    """The step that a judge is asked about: quoted, or the last one of the thinking."""
-    if quoted := _QUOTED.findall(prompt):
-        return str(quoted[-1])
-    thinking = re.split(r"<\||\n\nUser: ", prompt.rpartition("<think>\n")[2])[0]  # up to the judge's turn
+    """The step that a judge is asked about: the last one of the thinking."""
+    thinking = prompt.rpartition("<think>\n")[2].partition("<|")[0]  # up to the judge's turn
     return thinking.removesuffix("\n\n").rpartition("\n\n")[2].strip()
 
 

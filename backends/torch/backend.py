@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -27,7 +26,6 @@ from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import (
@@ -46,7 +44,7 @@ from agentspec.errors import (
 )
 from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, LossyAcceptance
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.engine.prefill import NextTurns
@@ -214,15 +212,6 @@ class TorchBackend(ModelTokens):
         for text in texts:
             self._check_ids(text, "prompt")
         return await computed(self._tasks, lambda: states_of(self.target, texts, self._engine.lend))
-
-    def prepare_acceptance(self, rule: LossyAcceptance) -> None:
-        """Load the judge of `rule`. Raises `ConfigurationError` without a draft model, or for another model's judge."""
-        self.settings.require_draft_model()
-        if rule.rule == "judge":
-            path = rule.judge_head or ""
-            width = self.target.module.get_output_embeddings().weight.shape[-1]
-            head = JudgeHead.load(Path(path), fingerprint=self.fingerprint, width=width)
-            self._engine.context.judge_heads[path] = head
 
     async def open_steps(self, request: GenerateRequest) -> TorchSession:
         """Open an answer that the caller decodes token by token.

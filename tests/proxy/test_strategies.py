@@ -76,13 +76,24 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
+REFUSED = {
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "bad_words": ["no"],
+    "min_tokens": 2,
+    "prompt_logprobs": 1,
+    "prediction": {"type": "content", "content": "it"},
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"n": 2}, "n"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        *(({name: value}, name) for name, value in REFUSED.items()),
         ({"return_token_ids": True}, "return_token_ids"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,37 +55,17 @@ async def test_i10_only_named_tenants_and_free_answers_are_lossy_and_labelled(ti
             told, estimated_seconds_saved=0
         )
         header = fast.response_headers(asking())
-        assert header == {"x-agentspec-lossy": "lossy_acceptance; rule=typical; epsilon=1e-06; delta=0.001"}
-        others = [asking(tenant="b"), asking(speculation=False), asking(tools=(TOOL,))]
+        assert header == {"x-agentspec-lossy": "lossy_acceptance; epsilon=1e-06; delta=0.001"}
+        greedy = asking()
+        greedy = replace(greedy, sampling=replace(greedy.sampling, temperature=0.0))
+        others = [greedy, asking(tenant="b"), asking(speculation=False), asking(tools=(TOOL,))]
         others.append(asking(form=StructuredOutputs(regex="[a-z]{3}")))
         for request in others:
             text, told = await answer(runtime, request)
             assert not isinstance(told, LossyAcceptanceSpeculation) and fast.response_headers(request) == {}
-            if not request.tools and request.sampling.structured_outputs is None:
+            if not request.tools and request.sampling.structured_outputs is None and not request.sampling.greedy:
                 assert text == exact
         assert fast.response_headers(asking(extra={"response_format": {"type": "json_object"}})) == {}
-
-
-@pytest.mark.parametrize(("rule", "lossy"), [("typical", False), ("judge", True)])
-async def test_greedy_answers_are_labelled_where_they_can_differ(
-    tiny_model: Path, tmp_path: Path, rule: str, lossy: bool
-) -> None:
-    import torch
-
-    from agentspec.backends.model_store import resolve
-    from agentspec.backends.torch.sampling.acceptance import JudgeHead
-
-    path = tmp_path / "head.safetensors"
-    width = json.loads((tiny_model / "config.json").read_text())["hidden_size"]
-    JudgeHead(torch.zeros(width), torch.tensor(9.0), resolve(str(tiny_model)).fingerprint).save(path)
-    knobs: dict[str, Any] = {"epsilon": 0.09} | ({} if rule == "typical" else {"judge_head": path})
-    async with Runtime(settings(tiny_model, **knobs)) as runtime:
-        request = asking()
-        request = replace(request, sampling=replace(request.sampling, temperature=0.0))
-        _, told = await answer(runtime, request)
-        fast = runtime.route("fast").backend
-        assert isinstance(fast, LossyAcceptanceBackend)
-        assert isinstance(told, LossyAcceptanceSpeculation) is bool(fast.response_headers(request)) is lossy
 
 
 def test_an_upstream_cannot_be_lossy() -> None:
@@ -96,12 +75,10 @@ def test_an_upstream_cannot_be_lossy() -> None:
         LossyAcceptanceBackend.open("fast", knobs, found)
 
 
-async def test_a_model_without_a_draft_model_and_a_missing_judge_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_model_without_a_draft_model_is_refused(tiny_model: Path) -> None:
     alone = settings(tiny_model)
     alone = alone.model_copy(update={"backends": {"local": TorchSettings(model=str(tiny_model), device="cpu")}})
     await refused(alone, "set draft_model")
-    judged = {"judge_head": tmp_path / "none", "epsilon": 0.09}
-    await refused(settings(tiny_model, **judged), r"models.fast: judge_head .* cannot be read")
 
 
 async def refused(configured: Settings, message: str) -> None:
@@ -115,8 +92,6 @@ async def refused(configured: Settings, message: str) -> None:
     ("fields", "message"),
     [
         ({"tenants": ()}, "tenants"),
-        ({"tenants": ("a",), "threshold": 0.7}, "threshold does not concern"),
-        ({"tenants": ("a",), "judge_head": "x", "epsilon": 0.2}, "epsilon does not concern"),
         ({"tenants": ("a",), "epsilon": 0.0}, "epsilon"),
         ({}, "tenants"),
     ],

@@ -11,7 +11,6 @@ from agentspec.reasoning.settings import (
     DelegationSettings,
     KnnLmSettings,
     LookaheadSettings,
-    LossyAcceptanceSettings,
     SpeculativeThinkingSettings,
     StrategySettings,
 )
@@ -38,5 +37,3 @@ def test_answers_name_the_settings_that_change_them() -> None:
 def test_a_tilde_is_the_users_folder() -> None:
     home = Path.home()
     assert KnnLmSettings(base="local", datastore=Path("~/store")).datastore == home / "store"
-    given = {"base": "local", "tenants": ["*"], "judge_head": "~/judge.safetensors"}
-    assert LossyAcceptanceSettings.model_validate(given).acceptance.judge_head == str(home / "judge.safetensors")

@@ -289,14 +289,8 @@ def run(scheduled: list[ScheduledSequence], context: EngineContext) -> bool:
 
 
 def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None:
-    """Compute the logits of all sequences in one forward and, if one of them is judged by them, the hidden states."""
+    """Compute the logits of all sequences in one forward."""
     items = [each.batch_item for each in scheduled]
-    if any(each.draws and each.sequence.needs_states for each in scheduled):
-        from agentspec.backends.torch.model.hidden_states import forward_with_states
-
-        for each, (logits, states) in zip(scheduled, forward_with_states(target, items), strict=True):
-            each.logits, each.states = logits, states
-        return
     for each, logits in zip(scheduled, target.forward_batch(items), strict=True):
         each.logits = logits
 

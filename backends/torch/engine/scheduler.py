@@ -47,7 +47,6 @@ class ScheduledSequence:
     draws: bool
     proposal: Proposal = NOTHING
     logits: Tensor | None = None
-    states: Tensor | None = None
     error: Exception | None = None
 
     @property
@@ -66,7 +65,7 @@ class ScheduledSequence:
 
     def begin(self) -> None:
         assert self.logits is not None
-        self.sequence.begin(self.proposal, self.logits, self.states)
+        self.sequence.begin(self.proposal, self.logits)
 
     def commit(self, cost: StepEstimate) -> Delta | None:
         if not self.draws:

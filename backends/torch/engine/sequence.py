@@ -21,7 +21,7 @@ from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
+from agentspec.backends.torch.sampling.acceptance import Substitutes
 from agentspec.backends.torch.sampling.constraints import Constraints, ConstraintSpec
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -153,7 +153,6 @@ class EngineContext:
     max_draft_tokens: int = 48
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     drafters: DrafterFactory = field(default_factory=DrafterFactory)
-    judge_heads: dict[str, JudgeHead] = field(default_factory=dict)  # by the path in `LossyAcceptance.judge_head`
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
     drawing: int = 1  # answers that the present step draws for
 
@@ -199,9 +198,7 @@ class Sequence:
         )
         self._prompt_due = request.original.return_prompt
         rule = None if self._drafter is None else request.original.acceptance
-        self._substitutes = (
-            None if rule is None else Substitutes.of(rule, self.sampler, context.judge_heads, request.stop_ids)
-        )
+        self._substitutes = None if rule is None else Substitutes.of(rule, self.sampler)
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 
@@ -257,16 +254,11 @@ class Sequence:
         self.kv_cache.commit(count, ())
         self._context.counters.prefill_tokens += count
 
-    @property
-    def needs_states(self) -> bool:
-        """Whether the step has to give the hidden states with the logits."""
-        return self._substitutes is not None and self._substitutes.needs_states
-
-    def begin(self, draft: Proposal, logits: Tensor, states: Tensor | None = None) -> None:
+    def begin(self, draft: Proposal, logits: Tensor) -> None:
         """Take the logits of a step: row 0 follows the last token read, row i + 1 follows draft node i."""
         self._logits, self._drawn_from = logits, []
         if self._substitutes is not None:
-            self._substitutes.begin(draft.tokens, draft.sources, states)
+            self._substitutes.begin(draft.tokens, draft.sources)
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
     def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:

@@ -51,7 +51,6 @@ from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.loader import LoadedModel, prepare
 from agentspec.backends.torch.model.graphs.recording import record_graphs
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.backends.torch.sampling.acceptance import JudgeHead
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, RequestStats
@@ -278,13 +277,12 @@ class Lab:
         governor: Governor | None = None,
         max_draft: int = 48,
         drafters: DrafterFactory | None = None,
-        judge_heads: dict[str, JudgeHead] | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
         ask = Ask(prompt, sampling, script, speculates=drafters is not None, **options)
         knobs: dict[str, Any] = {"governor": governor, "max_draft": max_draft, "kv_cache": kv_cache}
-        return self.run_batch([ask], **knobs, drafters=drafters, judge_heads=judge_heads)[0]
+        return self.run_batch([ask], **knobs, drafters=drafters)[0]
 
     def run_each(
         self, prompt: Sequence[int], sampling: SamplingParams, scripts: Iterable[Script | None], **options: Any
@@ -300,7 +298,6 @@ class Lab:
         max_draft: int = 48,
         kv_cache: SequenceCache | None = None,
         drafters: DrafterFactory | None = None,
-        judge_heads: dict[str, JudgeHead] | None = None,
         between: Callable[[list[EngineSequence]], None] = lambda sequences: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
@@ -316,7 +313,6 @@ class Lab:
             free_memory=no_forward_fails,
             drafters=drafters or DrafterFactory(),
             draws_ahead=self.draws_ahead,
-            judge_heads=judge_heads or {},
         )
         sequences = [ask.begin(context, kv_cache if len(asks) == 1 else None) for ask in asks]
         outcomes = {sequence: Outcome(sequence=sequence) for sequence in sequences}

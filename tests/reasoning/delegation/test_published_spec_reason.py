@@ -43,23 +43,10 @@ CASES = {
     "ANSWER:": Case("9", ["s ANSWER: 4|"], small=["ANSWER: 4|"]),
     "answer: is none": Case("99", ["s answer: 4|", "s boxed|"], small=["answer: 4|", "boxed|"]),
     "boxed inside a word": Case("9", ["s unboxed|"], small=["unboxed|"]),
-    "an answer in a rejected draft": Case(
-        "199", ["b b1|", "s s2|", "s boxed|"], small=["boxed|", "s2|", "boxed|"], base=["b1|"]
-    ),
-    "an answer in place of a draft": Case("1", ["b boxed|"], base=["boxed|"]),
-    "the same step at once": Case("999", ["s a|", "s a|", "s a|"], small=["a|", "a|", "a|"], ended="repeated"),
-    "the same step later": Case("999", ["s a|", "s b|", "s b|"], small=["a|", "b|", "b|"], ended="repeated"),
-    "the same step by the base model": Case(
-        "991", ["s a|", "s b|", "b b|"], small=["a|", "b|", "c|"], base=["", "", "b|"], ended="repeated"
-    ),
     "the same step with a space": Case(
         "9999", ["s a|", "s b|", "s  b|", "s boxed|"], small=["a|", "b|", " b|", "boxed|"]
     ),
     "the step before the last": Case("9999", ["s a|", "s b|", "s a|", "s boxed|"], small=["a|", "b|", "a|", "boxed|"]),
-    "the budget is reached": Case("99", ["s s1|", "s s2|"], ended="budget", settings={"budget_tokens": 4}),
-    "the budget counts no rejected drafts": Case(
-        "11", ["b b1|", "b b2|"], ended="budget", settings={"budget_tokens": 4}
-    ),
     "the step that reaches the budget is cut": Case(
         "99", ["s s1|", "s s2"], ended="budget", settings={"budget_tokens": 3}
     ),

@@ -26,8 +26,6 @@ LIMITS = {"peek_tokens": 4, "verify_tokens": 6, "begin_tokens": 5, "rescue_token
 CONSTANTS = {*LIMITS, "overload"}
 RECAP = "Let me check whether there are some wrong steps:"
 NEGATIVE = "wait no no no"
-DOUBT = "wait x y w"
-RESCUE = " r1 r2 r3 r4 r5 r6 r7 r8 r9"
 SIX = "v1 v2 v3 v4 v5 v6"
 """What the base model writes where it may write six tokens."""
 
@@ -48,39 +46,14 @@ class Case:
 CASES = {
     "no check at the beginning": Case(["wait a|", "b", "c|"], [], ["s wait a|", "s c|"]),
     # What the base model writes in their place.
-    "its words run across a blank line": Case(
-        ["a|", NEGATIVE, " z|"], ["x|y w v"], ["s a|", "b x|y w", "s  z|"], ["reflection"]
-    ),
     "behind its blank line the small model writes first": Case(
         ["a|", NEGATIVE, "wait z|"], ["x y w|"], ["s a|", "b x y w|", "s wait z|"], ["reflection"]
     ),
     "its end is the end, also where it verifies": Case(
         ["a|", NEGATIVE], ["check y", "v1 v2"], ["s a|", "b check y"], ["reflection"]
     ),
-    "words behind a closing mark do not count": Case(["a|", "b </think> wait", "c|"], [], ["s a|", "s c|"]),
-    "its end is the end": Case(["a|", NEGATIVE], ["x y"], ["s a|", "b x y"], ["reflection"]),
     "its closing mark is the end": Case(
         ["a|", NEGATIVE], ["check </think> y"], ["s a|", "b check "], ["reflection"], "closed"
-    ),
-    "a verification runs across a blank line": Case(
-        ["a|", NEGATIVE, " z|"],
-        ["I check it now", " v1|v2 v3 v4 v5 v6"],
-        ["s a|", "b I check it now", "b  v1|v2 v3 v4 v5", "s  z|"],
-        ["reflection", "verification"],
-    ),
-    "a verification in a neutral paragraph is none": Case(
-        ["let me check|", "b", "c|"], [], ["s let me check|", "s c|"]
-    ),
-    # The third trigger: many doubts.
-    "doubts inside a paragraph do not count": Case(
-        ["wait|", "n", "wait|", "n", "wait|"], [], ["s wait|"] * 3, settings={"overload": 1}
-    ),
-    "doubts in the check itself do not count": Case(
-        ["p|", NEGATIVE, " q|", " e|", "n", "f|"],
-        [DOUBT, " wait check r3 r4 r5 r6"],
-        ["s p|", f"b {DOUBT}", "s  q|", f"b {RECAP}", "b  wait check r3 r4 r5 r6", "s  e|", "s f|"],
-        ["reflection", "overload"],
-        settings={"overload": 1},
     ),
     # A small model that was not trained to reason.
     "led from the beginning and at each blank line": Case(
@@ -101,10 +74,8 @@ CASES = {
     "a paragraph that is cut is no blank line": Case(
         ["a b c d|", " wait d|", "n", "z|"], [], ["s a b c", "s  wait d|", "s z|"], settings={"step_tokens": 3}
     ),
-    "equal paragraphs end nothing": Case(["a|", *["n", "a|"] * 3], [], ["s a|"] * 4),
     "a boxed answer ends nothing": Case(["\\boxed{4}|", "n", "a|"], [], ["s \\boxed{4}|", "s a|"]),
     "a closing mark ends": Case(["a </think> b|"], [], ["s a "], ended="closed"),
-    "a closing mark among neutral words does not": Case(["a|", "b </think>", "c|"], [], ["s a|", "s c|"]),
     "the small model's end ends": Case(["a|", "n", "b"], [], ["s a|", "s b"]),
     "the budget ends": Case(["a b c d|", NEGATIVE], [], ["s a b c d|"], ended="budget", settings={"budget_tokens": 5}),
     "the budget cuts the base model's words": Case(

@@ -32,10 +32,3 @@ def test_a_step_does_not_depend_on_how_it_was_cut(text: str, cuts: list[int], ac
     passed = "".join(reader.feed(piece) for piece in pieces(text, cuts)) + reader.finish()
     assert (passed, reader.ended, reader.rest) == expected(text, across=across, closes=closes)
     assert reader.text == passed
-
-
-def test_what_may_be_an_end_is_held_back_and_counts_as_fed() -> None:
-    reader = StepReader(CLOSING)
-    assert reader.feed("so\n") == "so" and reader.fed == "so\n"
-    assert reader.feed("on</th") == "\non" and reader.feed("at") == "</that"
-    assert reader.finish() == "" and reader.ended is None

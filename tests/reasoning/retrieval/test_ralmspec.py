@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from agentspec import ralmspec
 from agentspec.backends.base import Capabilities
-from agentspec.errors import ContextLengthError, InvalidRequestError, KnowledgeBaseError
+from agentspec.errors import ContextLengthError, KnowledgeBaseError
 from agentspec.reasoning.retrieval.backend import RetrievalBackend
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, ranked
 from agentspec.reasoning.settings import RaLMSpecSettings
 from agentspec.reasoning.strategy import ModelRef
 from agentspec.testing import FakeBackend
-from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, StructuredOutputs, Usage
+from agentspec.types import Delta, GenerateRequest, Message, SamplingParams, Usage
 
 pytestmark = pytest.mark.anyio
 
@@ -340,33 +340,6 @@ async def test_in_a_conversation_the_document_stands_before_the_last_question() 
     await answer_of(strategy(model, knowledge).generate(request))
     prompt = model.prompt_text(model.requests[0])
     assert prompt.endswith("<|user|>\nTitle\nIt says < |end|> here.\n\nmix?<|end|>\n<|assistant|>\n")
-
-
-ASKED = GenerateRequest("m", messages=[{"role": "user", "content": "q"}])
-EXTRA: dict[str, Any] = {
-    "response_format": {"type": "json_object"},
-    "chat_template_kwargs": {"enable_thinking": False},
-    "reasoning_effort": "low",
-    "functions": [{"name": "look"}],
-    "max_completion_tokens": 3,
-    "prompt_logprobs": 1,
-}
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        replace(ASKED, tools=({"type": "function", "function": {"name": "f"}},)),
-        replace(ASKED, continue_final=True),
-        replace(asking(), prediction="it"),
-        *(asking(**one) for one in ({"min_tokens": 2}, {"bad_words": ("no",)}, {"presence_penalty": 0.5}, {"n": 2})),
-        asking(structured_outputs=StructuredOutputs(regex="[a-c]")),
-        *(replace(asking(), extra={name: value}) for name, value in EXTRA.items()),
-    ],
-)
-async def test_what_rounds_cannot_honour_is_refused(request_: GenerateRequest) -> None:
-    with pytest.raises(InvalidRequestError, match="retrieval"):
-        await answer_of(strategy(HashedModel(), FakeKnowledge([])).generate(request_))
 
 
 @pytest.mark.parametrize(

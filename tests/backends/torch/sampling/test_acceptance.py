@@ -104,8 +104,8 @@ def test_the_bound_is_the_published_one() -> None:
 def test_only_typical_tokens_are_accepted(scores: list[float], tokens: list[int], epsilon: float, delta: float) -> None:
     law = torch.tensor(scores).softmax(-1)
     sampler: Any = SimpleNamespace(probabilities=lambda row: law, constraints=None, may_draw=lambda token: True)
-    substitutes = Substitutes(LossyAcceptance("typical", epsilon=epsilon, delta=delta), sampler)
-    substitutes.begin(tokens, [Source.MODEL] * len(tokens), None)
+    substitutes = Substitutes(LossyAcceptance(epsilon=epsilon, delta=delta), sampler)
+    substitutes.begin(tokens, [Source.MODEL] * len(tokens))
     node = substitutes.choose(0, range(len(tokens)))
     entropy = -sum(float(p) * math.log(float(p)) for p in law if p > 0)
     bound = min(epsilon, delta * math.exp(-entropy))

@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from agentspec.backends.torch.drafters.base import make_draft
 from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
-from agentspec.backends.torch.sampling.acceptance import JudgeHead, Substitutes
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.protocol.speculation import LossyAcceptanceSpeculation
 from agentspec.speculation.governor import Governor
 from agentspec.types import LossyAcceptance, SamplingParams, Source
 
 PROMPT = [72, 101, 108, 108, 111]
 HOT = SamplingParams(temperature=1.0, seed=5)
-ALL = LossyAcceptance("typical", epsilon=1e-9, delta=1e-9)  # every token with any probability is typical
+ALL = LossyAcceptance(epsilon=1e-9, delta=1e-9)  # every token with any probability is typical
 
 
 @pytest.fixture
@@ -47,14 +44,14 @@ def test_typical_tokens_are_taken_and_counted(lab: Any, other: Any) -> None:
     exact = answered(lab, other, HOT)
     lossy = answered(lab, other, HOT, acceptance=ALL)
     told = lossy.speculation
-    assert isinstance(told, LossyAcceptanceSpeculation) and told.lossy and told.knobs["rule"] == "typical"
+    assert isinstance(told, LossyAcceptanceSpeculation) and told.lossy
     assert told.substituted > 0 and lossy.tokens != exact.tokens and told.steps < exact.speculation.steps
     assert type(exact.speculation) is not LossyAcceptanceSpeculation
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), HOT])
 def test_where_nothing_is_typical_enough_the_answer_is_exact(lab: Any, other: Any, sampling: SamplingParams) -> None:
-    never = LossyAcceptance("typical", epsilon=0.9999999, delta=1e9)
+    never = LossyAcceptance(epsilon=0.9999999, delta=1e9)
     rule = never if sampling.temperature else ALL  # at temperature 0 any bound is exact
     assert answered(lab, other, sampling, acceptance=rule).tokens == answered(lab, other, sampling).tokens
 
@@ -73,27 +70,6 @@ def test_forbidden_tokens_are_not_taken(lab: Any, other: Any) -> None:
     odd = tuple((token,) for token in range(1, 256, 2))
     found = answered(lab, other, HOT, ALL, constraints=ConstraintSpec(bad_words=odd))
     assert found.tokens and not [token for token in found.tokens if token < 256 and token % 2]
-
-
-def test_a_judge_that_likes_everything_takes_every_draft_and_one_that_likes_nothing_none(lab: Any, other: Any) -> None:
-    width = lab.target.module.get_output_embeddings().weight.shape[-1]
-    rule = LossyAcceptance("judge", judge_head="head")
-    for bias, likes in ((50.0, True), (-50.0, False)):
-        heads = {"head": JudgeHead(torch.zeros(width), torch.tensor(bias), "f")}
-        found = answered(lab, other, HOT, acceptance=rule, judge_heads=heads)
-        assert (found.speculation.substituted > 0) is likes
-        if not likes:
-            assert found.tokens == answered(lab, other, HOT).tokens
-
-
-def test_a_judge_ends_no_answer() -> None:
-    rule = LossyAcceptance("judge", judge_head="head")
-    sampler = Sampler(SamplingParams(temperature=0), 256, [0], torch.device("cpu"))
-    heads = {"head": JudgeHead(torch.zeros(2), torch.tensor(50.0), "f")}
-    substitutes = Substitutes.of(rule, sampler, heads, frozenset({65}))
-    assert substitutes is not None
-    substitutes.begin([65, 66], [Source.MODEL] * 2, torch.zeros(3, 2))
-    assert substitutes.choose(0, [0]) is None and substitutes.choose(0, [0, 1]) == 1
 
 
 class Listening(Governor):
