@@ -463,7 +463,7 @@ def hit_rate(cache: SuffixCache, tenant: str) -> float:
     return hits / total
 
 
-@pytest.mark.parametrize("tokens", [200_000, pytest.param(10_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [500_000, pytest.param(10_000_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("share", [None, pytest.param(2 << 20, marks=pytest.mark.slow)])
 def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) -> None:
     with SuffixCache.open(memory_bytes=4 << 20, tenant_memory_bytes=share) as cache:
