@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from agentspec.cache.deletion import Scope, Selection, pause_between_looks, select
+from agentspec.cache.index import IndexDrafter
+from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
-from agentspec.cache.tokens import SequenceRecord
+from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.telemetry.safe_errors import error_location
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ class Deleter:
         `expiring`: write to the database only if a sequence matches. Raises `CacheError` where the store cannot be
         changed; no sequence is deleted then.
         """
-        self._pool.invalidate_sessions(selection.scope)
+        self._forget_sessions(selection.scope)
         if self._store is None:
             count = self._forget_in_memory(selection)
             if count or not expiring:
@@ -83,10 +90,10 @@ class Deleter:
 
     def _expire_in_memory(self, scope: Scope) -> None:
         """Of what the store never got, or cannot be asked about, no deletion in the store would tell."""
-        self._pool.invalidate_sessions(scope)
-        covered = [(partition, numbers) for partition, numbers in self._pool.covered(scope) if numbers]
+        self._forget_sessions(scope)
+        covered = [(partition, numbers) for partition, numbers in self._covered(scope) if numbers]
         for partition, numbers in covered:
-            self._pool.forget(partition, numbers)
+            self._forget(partition, numbers)
         if covered:
             self._notify(scope)
 
@@ -113,13 +120,13 @@ class Deleter:
             while self._unapplied:
                 number = min(self._unapplied)
                 scope = self._unapplied[number]
-                self._pool.invalidate_sessions(scope)
-                covered = self._pool.covered(scope)
+                self._forget_sessions(scope)
+                covered = self._covered(scope)
                 self._store.finish_deletion(number, scope)
                 for partition, numbers in covered:
                     kept = {record.sequence for record in self._store.unwritten(partition.namespace)}
                     kept |= self._store.stored(numbers)
-                    self._pool.forget(partition, [one for one in numbers if one not in kept])
+                    self._forget(partition, [one for one in numbers if one not in kept])
                 self._unapplied.pop(number)
                 self._notify(scope)
 
@@ -148,9 +155,70 @@ class Deleter:
 
     def _forget_in_memory(self, selection: Selection) -> int:
         partitions = self._pool.namespaces.partitions(selection.scope)
-        chosen = [(partition, partition.selected(selection)) for partition in partitions]
+        chosen = [(partition, _selected(partition, selection)) for partition in partitions]
         for partition, numbers in chosen:
-            self._pool.forget(partition, numbers)
+            self._forget(partition, numbers)
         count = sum(len(numbers) for _, numbers in chosen)
         self._pool.count(forgotten=count)
         return count
+
+    def _forget_sessions(self, scope: Scope) -> None:
+        """Delete the sessions in scope, also those that requests hold, whose outputs are not shared any more; a held
+        session counts as used now. No text is searched for: to begin again from the next prompt costs little.
+        """
+        for partition in self._pool.namespaces.partitions(scope):
+            with partition.lock:
+                for session in list(partition.sessions):
+                    if scope.covers(session.label, time.time() if session.busy else session.used_at):
+                        session.forgotten = True
+                        partition.sessions.forget(session)
+                self._pool.namespaces.book(partition)
+
+    def _covered(self, scope: Scope) -> list[tuple[Partition, list[int]]]:
+        """The sequences in scope by partition; each is in the store, or waits to be written."""
+        return [(partition, covered(partition, scope)) for partition in self._pool.namespaces.partitions(scope)]
+
+    def _forget(self, partition: Partition, sequences: Iterable[int]) -> None:
+        """Delete sequences; a partition that is empty then is dropped with what it learned."""
+        with partition.lock:
+            forget_sequences(partition, sequences)
+            if partition.is_empty:
+                self._pool.namespaces.retire(partition)
+            else:
+                self._pool.namespaces.book(partition)
+
+
+def covered(partition: Partition, scope: Scope) -> list[int]:
+    """The cached sequences that lie in `scope`. The caller has checked that it concerns this namespace."""
+    known = partition.known()
+    named = replace(scope, before=None)
+    sessions = {session for session in {meta.session for _, meta in known} if named.covers(session, 0.0)}  # hashes
+    aged = replace(scope, session=None)
+    return [number for number, meta in known if meta.session in sessions and aged.covers(None, meta.created_at)]
+
+
+def forget_sequences(partition: Partition, sequences: Iterable[int]) -> None:
+    """Delete sequences, and from the learned state the end tokens that no other sequence has."""
+    partition.remove(list(sequences))
+    state, cells = partition.drafter.state(), _cell_count()
+    ends = state[cells:].reshape(-1, 3)
+    known = np.isin(ends[:, 0], [meta.end for _, meta in partition.known()])
+    if not known.all():
+        partition.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
+
+
+def _selected(partition: Partition, selection: Selection) -> list[int]:
+    numbers = covered(partition, selection.scope)
+    return [one for one in numbers if selection.holds(_text_of(partition, one))] if selection.searched else numbers
+
+
+def _text_of(partition: Partition, sequence: int) -> Tokens:
+    """A sequence after its context tokens; empty if it was evicted meanwhile."""
+    with contextlib.suppress(KeyError):
+        return np.concatenate((partition.shared.prefix(sequence), partition.shared.tokens(sequence)))
+    return EMPTY
+
+
+@cache
+def _cell_count() -> int:
+    return len(IndexDrafter().state())

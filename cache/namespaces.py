@@ -1,5 +1,4 @@
-"""The namespaces in memory, by tenant: each under its own lock, with running sums, and what goes when memory is full:
-the least recently used of the largest namespace of the largest tenant.
+"""The namespaces in memory, by tenant: each under its own lock, with running sums of what they take.
 
 Nothing here looks at every tenant or namespace for a request.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, ItemsView, Iterator
 from functools import partial
@@ -17,6 +15,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agentspec.cache.deletion import Scope
+from agentspec.cache.eviction import Eviction
 from agentspec.cache.partition import Partition
 from agentspec.types import Namespace
 
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 16  # so many namespaces are loaded before they are used
 TENANT_NAMESPACES = 4096  # of one tenant in memory, unless requests use more of them
-_IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
-_PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
-_READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
-_TRIED = 16  # namespaces that are looked at, at most, for one that can give something
+_TRIED = 16  # namespaces that are looked at, at most, for one that can leave
 _RESERVE = 16  # this part of the budget is left free, for merges and for what comes until others were evicted
 
 K = TypeVar("K")
@@ -121,13 +117,14 @@ class NamespaceTable:
         self.watermark = memory_bytes - memory_bytes // _RESERVE
         self.source: StoreSync | None = None
         self.on_pressure: Callable[[], None] = lambda: None
-        """Called by a request that leaves work to `relieve`; must return at once."""
+        """Called by a request that leaves work to `Eviction.relieve`; must return at once."""
         self.evicted = 0  # sequences, sessions and namespaces, for good
         self.unloaded = 0
         self.stopping = False  # set when the maintenance thread is about to be ended
         self._count = 0  # partitions
         self.lock = threading.Lock()
         self.tenants: dict[str, _Tenant] = {}
+        self.eviction = Eviction(self)
         self.sizes: Totals[str] = Totals()  # by tenant, less what merging will give back
         self.owed = 0  # bytes that merging will give back
         self.due: dict[Partition, None] = {}  # partitions with something to merge
@@ -152,7 +149,7 @@ class NamespaceTable:
                 if partition.retired:  # between the two lines
                     continue
                 if not partition.loaded and self.source:
-                    self.source.load(partition, self.room(), partial(self.reserve, partition))
+                    self.source.load(partition, self.eviction.room(), partial(self.eviction.reserve, partition))
                 self.book(partition)
                 yield partition
                 return
@@ -221,7 +218,7 @@ class NamespaceTable:
             self.book(partition)
         taken = self.sizes[partition.namespace.tenant]
         if taken > self.tenant_limit or self.sizes.total > self.watermark or self.total > self.limit:
-            self.restore(partition)
+            self.eviction.restore(partition)
 
     def book(self, partition: Partition) -> None:
         """Account for a partition's size. The caller holds its lock."""
@@ -275,147 +272,3 @@ class NamespaceTable:
                 self._count -= 1
                 if not tenant.partitions:
                     del self.tenants[partition.namespace.tenant]
-
-    # Eviction.
-
-    def restore(self, partition: Partition) -> None:
-        """Evict what one partition takes too much, or all together. The caller holds no lock.
-
-        A tenant evicts its own; what another has to give is left to `relieve` as long as there is room.
-        """
-        tenant = partition.namespace.tenant
-        if self.sizes[tenant] > self.tenant_limit:
-            self._reduce(lambda: self.sizes[tenant] - self.tenant_limit, tenant)
-        if self._over() > 0:
-            with self.lock:
-                largest = self.sizes.largest()
-            if largest == tenant:
-                self._reduce(self._over, tenant)
-            else:
-                self.on_pressure()
-            self._reduce(lambda: self.sizes.total - self.limit, None, wait=False)
-            self._reduce(lambda: self.sizes.total - self.limit, tenant)
-        if self.total > self.limit:
-            self._give_back(partition)
-
-    def relieve(self) -> None:
-        """Evict until the reserve is free again, and merge what is due. Called by the maintenance thread."""
-        self._reduce(self._over, None)
-        with self.lock:
-            due, self.due = list(self.due), {}
-        for partition in due:
-            partition.merge(lambda: self.stopping)
-            with partition.lock:
-                self.book(partition)
-        self._reduce(self._over, None)  # a merged run can take some bytes more, for its table
-        if self.due:
-            time.sleep(_READING)
-
-    def _over(self) -> int:
-        return self.sizes.total - self.watermark
-
-    def room(self) -> int:
-        """Bytes that a namespace may take that is loaded: what is free, or half of what the largest has to give."""
-        with self.lock:
-            largest = self.sizes.largest()
-            most = self.sizes[largest] if largest is not None else 0
-            return min(self.tenant_limit, max(-self._over(), most // 2))
-
-    def reserve(self, partition: Partition, wanted: int) -> int:
-        """Take `wanted` bytes from others for a partition that is being loaded; returns how many it may take.
-
-        The caller holds its lock. Others that are in use at the moment keep what they have.
-        """
-        self.book(partition)
-        tenant, own = partition.namespace.tenant, {partition.namespace}
-        until = time.monotonic() + _PATIENCE
-        while True:
-            self._reduce(lambda: self.sizes[tenant] + wanted - self.tenant_limit, tenant, wait=False, passed=own)
-            self._reduce(lambda: self._over() + wanted, None, wait=False, passed=own)
-            self._give_back(partition, wanted)
-            free = min(
-                -self._over(),
-                self.limit - self.total,
-                self.tenant_limit - self.sizes[tenant],
-            )
-            if free >= wanted or not self.owed or time.monotonic() >= until:
-                return max(0, free)
-            time.sleep(_READING)
-
-    def _give_back(self, partition: Partition, wanted: int = 0) -> None:
-        """Merge its own namespace, then others that no thread merges at the moment, until `wanted` bytes are left."""
-        with self.lock:
-            others = list(islice(self.due, _TRIED))
-        for one in (partition, *others):
-            if self.total + wanted <= self.limit:
-                return
-            one.merge(lambda: False, wait=one is partition)
-            if one.lock.acquire(blocking=one is partition):
-                try:
-                    self.book(one)
-                finally:
-                    one.lock.release()
-
-    def _reduce(
-        self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True, passed: Collection[Namespace] = ()
-    ) -> None:
-        """Evict from the largest namespace of `tenant`, or else of the largest tenant, until `excess()` is 0.
-
-        A flood of requests evicts its own entries so. Those in `passed` are left out, and without `wait` namespaces
-        that are in use at the moment, so that no request waits for another tenant.
-        """
-        passed = set(passed)
-        drained: set[str] = set()
-        while excess() > 0 and len(passed) < _TRIED:
-            with self.lock:
-                victim = self._victim(tenant, passed, drained)
-            if victim is None:
-                return
-            if not self._evict(victim, excess, wait):
-                passed.add(victim.namespace)
-
-    def _victim(self, tenant: str | None, passed: set[Namespace], drained: set[str]) -> Partition | None:
-        """What gives next: a namespace that can leave as a whole, else the largest. The caller holds `_lock`."""
-        if tenant is not None:
-            return self._victim_of(tenant, passed)
-        while (chosen := self.sizes.largest(drained)) is not None:
-            if found := self._victim_of(chosen, passed):
-                return found
-            drained.add(chosen)
-        return None
-
-    def _victim_of(self, tenant: str, passed: set[Namespace]) -> Partition | None:
-        theirs = self.tenants.get(tenant)
-        if theirs is None:
-            return None
-        oldest = next(iter(theirs.partitions.values()))
-        if oldest.namespace not in passed and self._may_leave(oldest):
-            return oldest
-        largest = theirs.sizes.largest(passed)
-        return None if largest is None else theirs.partitions[largest]
-
-    def _evict(self, victim: Partition, excess: Callable[[], int], wait: bool) -> bool:
-        """Evict some of a partition, or all of one that is idle; returns whether anything went."""
-        if not victim.lock.acquire(blocking=wait):
-            return False
-        try:
-            if victim.shared.merging_due:  # what is not merged takes more than it will
-                victim.merge(lambda: self.stopping, wait=wait)
-                self.book(victim)
-            over = excess()
-            if over <= 0 or victim.retired or (self._may_leave(victim) and self.leave(victim)):
-                return True
-            gone = victim.evict(min(over, victim.measured // 4))  # the next may be larger then
-            if not gone and victim.is_empty:
-                self.retire(victim)
-                gone = 1
-            self.book(victim)
-            with self.lock:
-                self.evicted += gone
-            return bool(gone)
-        finally:
-            victim.lock.release()
-
-    def _may_leave(self, partition: Partition) -> bool:
-        """Whether a namespace is idle and would be found again in the store."""
-        return partition.idle_since(_IDLE_SECONDS) and self.source is not None and self.source.can_reload()

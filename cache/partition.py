@@ -5,22 +5,16 @@ A session has an index over its conversation's latest transcript, which gets onl
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agentspec.cache.deletion import Scope, Selection
 from agentspec.cache.index import IndexDrafter, SuffixIndex
-from agentspec.cache.tokens import EMPTY, SequenceMeta, SequenceRecord, Tokens
+from agentspec.cache.tokens import SequenceMeta, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace
 
@@ -188,16 +182,6 @@ class Sessions:
             del self._by_name[session.name]
         self.memory_bytes -= session.measured
 
-    def invalidate(self, scope: Scope) -> None:
-        """Delete the sessions in scope, also those that requests hold; a held session counts as used now.
-
-        Sessions are not searched for patterns: to begin again from the next prompt costs little.
-        """
-        for session in list(self):
-            if scope.covers(session.label, time.time() if session.busy else session.used_at):
-                session.forgotten = True
-                self.forget(session)
-
 
 class Partition:
     """One namespace's outputs, drafter and sessions. Namespaces share neither tokens nor learned states.
@@ -281,11 +265,6 @@ class Partition:
             self.shared = index
             self._meta = meta
 
-    def freeze(self, sequences: Collection[int]) -> tuple[tuple[NDArray[Any], ...], dict[int, SequenceMeta]]:
-        """The parts of an index of those `sequences` that are cached here, to save it, and all cached metadata."""
-        meta = dict(self._known())
-        return self.shared.freeze([number for number in sequences if number in meta]), meta
-
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
 
@@ -304,49 +283,15 @@ class Partition:
 
     def _evict_past(self, share: float) -> int:
         gone = self.shared.oldest(max(1, int(share * self.shared.token_count)))
-        self._remove(gone.tolist())
+        self.remove(gone.tolist())
         return len(gone)
 
-    def _remove(self, sequences: list[int]) -> None:
+    def remove(self, sequences: list[int]) -> None:
         with self.lock:
-            self.shared.remove(sequences)
+            self.shared.remove(np.array(sequences, dtype=np.int64))
             for sequence in sequences:
                 self._meta.pop(sequence, None)
 
-    def _known(self) -> list[tuple[int, SequenceMeta]]:
+    def known(self) -> list[tuple[int, SequenceMeta]]:
         with self.lock:
             return list(self._meta.items())
-
-    # Deletions.
-
-    def covered(self, scope: Scope) -> list[int]:
-        """The cached sequences that lie in `scope`. The caller has checked that it concerns this namespace."""
-        known = self._known()
-        named = replace(scope, before=None)
-        sessions = {session for session in {meta.session for _, meta in known} if named.covers(session, 0.0)}  # hashes
-        aged = replace(scope, session=None)
-        return [number for number, meta in known if meta.session in sessions and aged.covers(None, meta.created_at)]
-
-    def selected(self, selection: Selection) -> list[int]:
-        numbers = self.covered(selection.scope)
-        return [number for number in numbers if selection.holds(self._read(number))] if selection.searched else numbers
-
-    def _read(self, sequence: int) -> Tokens:
-        """A sequence after its context tokens; empty if it was evicted meanwhile."""
-        with contextlib.suppress(KeyError):
-            return np.concatenate((self.shared.prefix(sequence), self.shared.tokens(sequence)))
-        return EMPTY
-
-    def forget(self, sequences: Iterable[int]) -> None:
-        """Delete sequences, and from the learned state the end tokens that no other sequence has."""
-        self._remove(list(sequences))
-        state, cells = self.drafter.state(), _cell_count()
-        ends = state[cells:].reshape(-1, 3)
-        known = np.isin(ends[:, 0], [meta.end for _, meta in self._known()])
-        if not known.all():
-            self.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
-
-
-@cache
-def _cell_count() -> int:
-    return len(IndexDrafter().state())

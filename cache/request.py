@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from agentspec.cache.deletion import ContentFilter, Decode, Scope
-from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex, propose_batch
+from agentspec.cache.deletion import ContentFilter, Decode
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, propose_batch
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens, TokensLike, as_tokens, require_budget
@@ -26,38 +25,6 @@ ROUND = 32
 
 BYTES_PER_TOKEN = 32
 """Upper bound of the bytes that an index takes for a token, with room to merge."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft."""
-
-    namespaces: int = 0  # in memory now
-    sessions: int = 0  # in memory now
-    sequences: int = 0  # cached past outputs now
-    tokens: int = 0  # of cached past outputs now
-    memory_bytes: int = 0  # now, mapped segments included
-    segment_bytes: int = 0  # of them in mapped segments, whose pages all processes share
-    disk_bytes: int = 0  # now, segments included
-    requests: int = 0
-    steps: int = 0
-    hits: int = 0  # steps with at least one accepted token
-    drafted: int = 0
-    accepted: int = 0
-    partial: int = 0  # answers aborted, without parts of answers (`share=False`)
-    evicted: int = 0  # sequences and sessions evicted to make room
-    unloaded: int = 0  # namespaces that left memory, where the next request loads them again
-    forgotten: int = 0  # sequences that this process deleted, on request or by age
-    refused: int = 0  # outputs not shared because their text matched a pattern
-    mode: Literal["memory", "writer", "follower"] = "memory"
-    store_error: str | None = None  # why nothing is written now
-    unwritten: int = 0  # outputs and updates that the store gave up writing
-    segment_error: str | None = None  # why a segment could not be written or used
-    segments_skipped: int = 0  # segments that were damaged or missing, and rebuilt from the database
-    damaged: int = 0  # rows of the database that were found unreadable, and are left out
-    unread: int = 0  # rows of the database that are known of and not taken in yet, at most
-    erasure_pending: bool = False  # bytes of what was deleted may still be in the database's files
-    behind: float = 0.0  # seconds since this process had last taken in all that others wrote
 
 
 class CachePool:
@@ -173,70 +140,9 @@ class CachePool:
             for name, change in counts.items():
                 self._counts[name] += change
 
-    # Outputs of other processes.
-
-    def ingest(self, records: Iterable[SequenceRecord]) -> None:
-        """Add sequences from the store that this process does not hold yet.
-
-        Namespaces that are not in memory are left out, unless they are few: what is there is loaded with them later.
-        """
-        grown = set()
-        for record in records:
-            if partition := self.namespaces.loaded(record.namespace) or self.namespaces.preload(record.namespace):
-                with partition.lock:
-                    if not partition.retired and not partition.holds(record.sequence):
-                        partition.add(record)
-                        grown.add(partition)
-        for partition in grown:
-            self.namespaces.settle(partition)
-
-    # Deletions.
-
-    def invalidate_sessions(self, scope: Scope) -> None:
-        """Delete the sessions in scope. Outputs of their open requests are not shared any more."""
-        for partition in self.namespaces.partitions(scope):
-            with partition.lock:
-                partition.sessions.invalidate(scope)
-                self.namespaces.book(partition)
-
-    def covered(self, scope: Scope) -> list[tuple[Partition, list[int]]]:
-        """The sequences in scope by partition; each is in the store, or waits to be written."""
-        return [(partition, partition.covered(scope)) for partition in self.namespaces.partitions(scope)]
-
-    def forget(self, partition: Partition, sequences: Iterable[int]) -> None:
-        """Delete sequences; a partition that is empty then is dropped with what it learned."""
-        with partition.lock:
-            partition.forget(sequences)
-            if partition.is_empty:
-                self.namespaces.retire(partition)
-            else:
-                self.namespaces.book(partition)
-
-    # Inspection.
-
-    def indexes(self) -> list[SuffixIndex]:
-        found = []
-        for partition in self.namespaces.partitions():
-            with partition.lock:
-                found += [partition.shared, *(session.index for session in partition.sessions)]
-        return found
-
-    def stats(self) -> CacheStats:
-        """The figures of the cache in memory; the store's fields keep their defaults."""
-        partitions = self.namespaces.partitions()
+    def counts(self) -> dict[str, Any]:
         with self._lock:
-            counts: dict[str, Any] = dict(self._counts)
-        return CacheStats(
-            **counts,
-            namespaces=len(partitions),
-            sessions=sum(len(one.sessions) for one in partitions),
-            sequences=sum(one.shared.sequence_count for one in partitions),
-            tokens=sum(one.shared.token_count for one in partitions),
-            memory_bytes=self.namespaces.total,
-            evicted=self.namespaces.evicted,
-            unloaded=self.namespaces.unloaded,
-            segment_bytes=sum(one.shared.mapped_bytes() for one in partitions),
-        )
+            return dict(self._counts)
 
 
 class CacheRequest:

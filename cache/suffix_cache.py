@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -18,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import ContentFilter, Decode, PartlyForgottenError, seconds_of, select
-from agentspec.cache.request import CachePool, CacheRequest, CacheStats
+from agentspec.cache.inspection import CacheStats, check_integrity, memory_stats
+from agentspec.cache.lifetime import OPEN, MaintenanceThread
+from agentspec.cache.request import CachePool, CacheRequest
 from agentspec.cache.stored import StoreLimits
 from agentspec.cache.tokens import TokensLike, as_tokens
 from agentspec.errors import (
@@ -40,8 +38,6 @@ __all__ = ["CacheRequest", "CacheStats", "Mode", "SuffixCache"]
 Mode = Literal["auto", "writer", "follower"]
 
 _log = logging.getLogger(__name__)
-
-_MAINTENANCE_SECONDS = 0.5  # how often a process, idle or not, applies what other processes added and deleted
 
 
 class SuffixCache:
@@ -267,7 +263,7 @@ class SuffixCache:
     def stats(self) -> CacheStats:
         """A snapshot of sizes and counts. Raises `CacheClosedError` after close."""
         self._pool.require_open()
-        stats = self._pool.stats()
+        stats = memory_stats(self._pool)
         if self._store is None or self._sync is None:
             return replace(stats, store_error=self._store_error)
         found = replace(stats, **self._sync.figures())
@@ -276,14 +272,13 @@ class SuffixCache:
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""
         self._pool.require_open()
-        for index in self._pool.indexes():
-            index.check_integrity()
+        check_integrity(self._pool)
 
     def close(self) -> None:
         """Write what is not on disk yet and release the database. Open requests raise from now on. Idempotent."""
         if self._left_behind:
             return
-        _OPEN.discard(self)
+        OPEN.discard(self)
         with contextlib.ExitStack() as released:  # whatever fails, the database is free for others afterwards
             if self._store:
                 released.callback(self._store.close)
@@ -319,7 +314,7 @@ class SuffixCache:
         """A cache with the sequences on disk loaded and maintained from now on; closed where that fails."""
         cache = cls(store, store_error, **given)
         try:
-            _OPEN.add(cache)
+            OPEN.add(cache)
             if cache._sync:
                 cache._opened_state()
                 cache._sync.start()
@@ -335,7 +330,7 @@ class SuffixCache:
         """The thread; a cache in memory starts it when there is work besides the requests. None at its end."""
         with self._starting:
             if self._maintenance is None and not self._pool.namespaces.stopping:
-                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.relieve)
+                self._maintenance = MaintenanceThread(self._maintain, self._pool.namespaces.eviction.relieve)
             return self._maintenance
 
     def _relieve_soon(self) -> None:
@@ -351,7 +346,7 @@ class SuffixCache:
             done.callback(self._deleter.maintain)
             if self._sync:
                 done.callback(self._sync.follow)
-            done.callback(self._pool.namespaces.relieve)
+            done.callback(self._pool.namespaces.eviction.relieve)
 
 
 def _require_bytes(*, optional: bool = False, **limits: object) -> None:
@@ -370,77 +365,3 @@ def namespace_of(value: str | Namespace) -> Namespace:
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"
     raise InvalidRequestError(message, param="namespace")
-
-
-class MaintenanceThread:
-    """Calls `work` every half second in its own thread, and `urgent` soon after each `wake`.
-
-    A failure is logged unless it repeats the last message.
-    """
-
-    def __init__(self, work: Callable[[], None], urgent: Callable[[], None]) -> None:
-        self._work = work
-        self._urgent = urgent
-        self._closing = False
-        self._woken = threading.Event()
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="agentspec-cache-maintenance", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Let the thread call `urgent`; returns at once."""
-        self._woken.set()
-
-    def close(self) -> None:
-        """End the thread and wait for it. Idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        due = time.monotonic() + _MAINTENANCE_SECONDS
-        while not self._closing:
-            self._woken.wait(max(0.0, due - time.monotonic()))
-            self._woken.clear()
-            if self._closing:
-                return
-            if time.monotonic() >= due:
-                self._try(self._work)
-                due = time.monotonic() + _MAINTENANCE_SECONDS
-            else:
-                self._try(self._urgent)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-            self._failure = None
-        except Exception as error:
-            if str(error) != self._failure:
-                _log.warning("looking after the cache failed: %s", error)
-            self._failure = str(error)
-
-
-# The caches that this process has open: they are closed at its exit, and left behind in a forked child.
-_OPEN: weakref.WeakSet[SuffixCache] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Daemon threads may be drafting still: they find their cache closed, and then none stays inside native code."""
-    for cache in list(_OPEN):
-        try:
-            cache.close()
-        except Exception as error:
-            _log.warning("a cache could not be closed at exit: %s", error)
-
-
-def _leave_all_behind() -> None:
-    """In a forked process every use of the parent's caches raises, and neither uses nor closes their files."""
-    opener = f"this cache was opened by process {os.getppid()}"
-    for cache in list(_OPEN):
-        cache.leave_behind(f"{opener}; a forked process cannot use it: open it again in this one")
-    _OPEN.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_leave_all_behind)

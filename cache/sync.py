@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from agentspec.cache.deleter import Deleter
+import numpy as np
+
+from agentspec.cache.deleter import Deleter, covered, forget_sequences
 from agentspec.cache.namespaces import AT_ONCE
 from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
@@ -122,8 +124,8 @@ class StoreSync:
         for record in (*self._newest(namespace, row, room, reserve), *unwritten):
             if not partition.holds(record.sequence):
                 partition.add(record)
-        if (expired := self._deleter.expired()) and (old := partition.covered(expired)):
-            partition.forget(old)
+        if (expired := self._deleter.expired()) and (old := covered(partition, expired)):
+            forget_sequences(partition, old)
         partition.merge(lambda: False)  # its size is looked at next
 
     def _newest(self, namespace: Namespace, row: int, room: int, reserve: Callable[[int], int]) -> list[SequenceRecord]:
@@ -166,7 +168,22 @@ class StoreSync:
     def _follow_on(self) -> None:
         """Load the next few: between two calls others, such as `flush`, take the lock."""
         with self._deleter.following:
-            self._pool.ingest(self._deleter.unexpired(self._store.fresh()))
+            self._ingest(self._deleter.unexpired(self._store.fresh()))
+
+    def _ingest(self, records: Iterable[SequenceRecord]) -> None:
+        """Add sequences that this process does not hold yet.
+
+        Namespaces that are not in memory are left out, unless they are few: what is there is loaded with them later.
+        """
+        grown, namespaces = set(), self._pool.namespaces
+        for record in records:
+            if partition := namespaces.loaded(record.namespace) or namespaces.preload(record.namespace):
+                with partition.lock:
+                    if not partition.retired and not partition.holds(record.sequence):
+                        partition.add(record)
+                        grown.add(partition)
+        for partition in grown:
+            namespaces.settle(partition)
 
     def _catch_up(self) -> None:
         """Apply all sequences and deletions that other processes have written."""
@@ -259,7 +276,9 @@ class StoreSync:
                 row, added = self._store.last_id, partition.added
                 numbers = self._store.numbers(partition.namespace, until=row)
                 _, newest = self._store.extent(partition.namespace, until=row)
-            parts, known = partition.freeze(numbers)
+            known = dict(partition.known())
+            held = [number for number in numbers if number in known]
+            parts = partition.shared.freeze(np.array(held, dtype=np.int64))
             segment = segment_of(partition.namespace, Coverage(row, len(numbers), newest), parts, known)
             if segment.meta and self._fits(segment):
                 self._segments.save(segment, parts)

@@ -93,7 +93,7 @@ class ExternalTexts:
         with self._lock:
             self._committed.pop(corpus_id, None)
         if numbers := self._sequences.pop(corpus_id, None):
-            self._index.remove(numbers)
+            self._index.remove(np.array(numbers, dtype=np.int64))
 
     def list_external_corpora(self) -> dict[str, int]:
         """Tokens of each committed text."""

@@ -9,8 +9,10 @@
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -126,11 +128,12 @@ nb::typed<nb::list, Arrays> arrays_of(std::span<const DraftTree> trees) {
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
 
-/// In `patience` seconds from now.
+/// In `patience` seconds from now, a million at most: the clock knows no infinity.
 Deadline within(std::optional<double> patience) {
     using std::chrono::steady_clock, std::chrono::duration_cast;
     if (!patience) return {};
-    return steady_clock::now() + duration_cast<steady_clock::duration>(std::chrono::duration<double>(*patience));
+    const std::chrono::duration<double> seconds(std::min(*patience, 1e6));
+    return steady_clock::now() + duration_cast<steady_clock::duration>(seconds);
 }
 
 nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
@@ -143,28 +146,31 @@ nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::option
 
 using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double, double>;
 
-std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, std::size_t requests,
-                                          const Input<double>& tokens, const Input<double>& seconds, double floor,
+using Curve = std::pair<Input<double>, Input<double>>;
+
+std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, const Curve& curve, double floor,
                                           Token vocabulary, std::optional<double> patience) {
     std::vector<ChainTurn> turns;
     for (const auto& [chain, drafter, indexes, context, limit, factor, required] : asked) {
         turns.push_back({chain, drafter.value_or(nullptr), sourced(indexes), view(context), limit, factor, required});
     }
-    const StepCost cost{view(tokens), view(seconds)};
-    return unlocked([&] { return propose_chains(turns, requests, cost, floor, vocabulary, within(patience)); });
+    const StepCost cost{view(curve.first), view(curve.second)};
+    return unlocked([&] { return propose_chains(turns, turns.size(), cost, floor, vocabulary, within(patience)); });
 }
 
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
-        .def(nb::init<std::size_t, std::size_t, bool, Position>(), "tail"_a = SuffixIndex::kTail,
+        .def(nb::init<std::size_t, std::size_t, bool, Position>(), nb::kw_only(), "tail"_a = SuffixIndex::kTail,
              "ratio"_a = SuffixIndex::kRatio, "deferred"_a = false, "capacity"_a = SuffixIndex::kCapacity)
         .def(
             "append",
-            [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens, const Input<Token>& context) {
-                unlocked([&] { self.append(sequence, view(tokens), view(context)); });
+            [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens,
+               const std::optional<Input<Token>>& context) {
+                const auto before = context ? view(*context) : std::span<const Token>();
+                unlocked([&] { self.append(sequence, view(tokens), before); });
             },
-            "sequence"_a, "tokens"_a.noconvert(), "context"_a.noconvert())
+            "sequence"_a, "tokens"_a.noconvert(), "context"_a.noconvert() = nb::none())
         .def("close", &SuffixIndex::close, "sequence"_a, Unlocked())
         .def("truncate", &SuffixIndex::truncate, "sequence"_a, "length"_a, Unlocked())
         .def(
@@ -249,7 +255,7 @@ void bind_index(nb::module_& m) {
 
 void bind_drafter(nb::module_& m) {
     nb::class_<Drafter>(m, "Drafter")
-        .def(nb::init<std::uint32_t>(), "scan_limit"_a)
+        .def(nb::init<std::uint32_t>(), nb::kw_only(), "scan_limit"_a = 64)
         .def(
             "draft",
             [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
@@ -297,8 +303,24 @@ void bind_chains(nb::module_& m) {
         .def_prop_ro("drafted", &Chain::drafted)
         .def_prop_ro("accepted", &Chain::accepted)
         .def_prop_ro("expected", &Chain::expected);
-    m.def("propose_chains", &chains_of, "turns"_a, "requests"_a, "tokens"_a.noconvert(), "seconds"_a.noconvert(),
-          "floor"_a, "vocabulary"_a, "patience"_a = nb::none());
+    m.def("propose_chains", &chains_of, "turns"_a, "cost"_a, nb::kw_only(), "floor"_a = 0.0, "vocabulary"_a = kMostToken + 1,
+          "patience"_a = nb::none());
+}
+
+/// The errors of the core as those of the package.
+void raise_own(const std::exception_ptr& thrown, void*) {
+    const auto raise = [](const char* name, const std::exception& error) {
+        PyErr_SetString(nb::module_::import_("agentspec.errors").attr(name).ptr(), error.what());
+    };
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::out_of_range& error) {
+        PyErr_SetString(PyExc_KeyError, error.what());
+    } catch (const std::domain_error& error) {
+        raise("CacheFormatError", error);
+    } catch (const std::logic_error& error) {
+        raise("InvalidRequestError", error);
+    }
 }
 
 }  // namespace
@@ -309,6 +331,7 @@ NB_MODULE(_native, m) {
         "checksum",
         [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
         "bytes"_a.noconvert());
+    nb::register_exception_translator(raise_own);
     Released::forget_at_fork();
     m.def("quiesce", [] {
         Released::quiesce();

@@ -26,7 +26,14 @@ from agentspec.cache.deletion import Scope
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.storage.path_lock import PathLock
 from agentspec.cache.tokens import SequenceMeta
-from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheNamespaceError, CacheVersionError
+from agentspec.errors import (
+    CacheDamagedError,
+    CacheError,
+    CacheFormatError,
+    CacheNamespaceError,
+    CacheVersionError,
+    InvalidRequestError,
+)
 from agentspec.types import Namespace
 
 VERSION = 2
@@ -155,10 +162,10 @@ def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]
     The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if it is not as it was
     frozen, before more is allocated than its size allows, and `CacheError` if the index cannot be mapped.
     """
-    index, (counts, sums) = SuffixIndex(), (segment.counts, segment.checksums)
+    counts, sums = segment.counts, segment.checksums
     try:
-        index.native = _native.SuffixIndex.load(file.fileno(), segment.offset, counts, sums, deferred=True)
-    except ValueError as error:
+        index = SuffixIndex.load(file.fileno(), segment.offset, counts, sums, deferred=True)
+    except InvalidRequestError as error:
         raise CacheDamagedError(str(error)) from error
     except MemoryError as error:
         raise CacheError("there is no address space left to map it") from error

@@ -37,7 +37,7 @@ def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[l
     """The outputs in the cache's index, in order."""
     with cache.request([1], namespace=namespace) as request:
         shared = request.indexes[-1][0]
-    return sorted(shared.tokens(number).tolist() for number in shared.native.usage()[0].tolist())
+    return sorted(shared.tokens(number).tolist() for number in shared.usage()[0].tolist())
 
 
 @pytest.fixture

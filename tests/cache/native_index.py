@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,20 +46,26 @@ class NativeIndex(SuffixIndex):
     def append(self, sequence: int, tokens: TokensLike, context: TokensLike = EMPTY) -> None:
         super().append(sequence, as_tokens(tokens), as_tokens(context))
 
+    def remove(self, sequences: Iterable[int]) -> None:
+        super().remove(np.array(list(sequences), dtype=np.int64))
+
+    def freeze(self, sequences: Iterable[int]) -> tuple[NDArray[Any], ...]:
+        return super().freeze(np.array(list(sequences), dtype=np.int64))
+
     def count(self, context: TokensLike) -> int:
-        return self.native.count(as_tokens(context))
+        return super().count(as_tokens(context))
 
     def successors(self, context: TokensLike) -> Successors:
-        tokens, counts, newest = self.native.successors(as_tokens(context))
+        tokens, counts, newest = super().successors(as_tokens(context))
         return Successors(tokens, counts, newest if newest >= 0 else None)
 
 
 def usage(index: SuffixIndex) -> Usage:
-    return Usage(*index.native.usage())
+    return Usage(*index.usage())
 
 
 def work(index: SuffixIndex) -> Work:
-    return Work(*index.native.work())
+    return Work(*index.work())
 
 
 class NativeDrafter(IndexDrafter):

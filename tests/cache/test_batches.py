@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -61,29 +60,6 @@ def test_many_threads_draft_as_one() -> None:
     together = propose_batch([(drafter, [(index, Source.SHARED)], context, 64, 0.0, False) for context in contexts])
     assert sum(map(len, together)) > 5000
     assert all(same(one, other) for one, other in zip(alone, together, strict=True))
-
-
-def test_drafting_goes_on_while_others_forget() -> None:
-    """No draft is left out or cut: forgetting keeps nobody waiting."""
-    index, text = SuffixIndex(), np.arange(1, 1001, dtype=np.int32)
-    for sequence in range(1000):
-        index.append(sequence, text)
-    job = (IndexDrafter(), [(index, Source.SHARED)], text[:20], 8, 0.0, False)
-    forgetting = threading.Thread(target=index.remove, args=(np.arange(0, 1000, 2),))
-    forgetting.start()
-    lengths = []
-    while forgetting.is_alive():
-        lengths.append(len(propose_batch([job])[0]))
-    assert set(lengths) <= {8}
-    assert len(propose_batch([job])[0]) == 8
-
-
-def test_a_draft_is_cut_when_patience_ends() -> None:
-    index, text = SuffixIndex(), np.arange(1, 1001, dtype=np.int32)
-    index.append(0, text)
-    job = (IndexDrafter(), [(index, Source.SHARED)], text[:20], 8, 0.0, False)
-    whole, cut = propose_batch([job], 1e6)[0], propose_batch([job], 0.0)[0]
-    assert (len(whole), len(cut)) == (8, 0)
 
 
 PRELUDE = """

@@ -173,34 +173,11 @@ def test_a_late_request_is_searched_for_less_likely_tokens() -> None:
     assert found(0.0) == 0 < found(5.0)
 
 
-def test_what_is_left_of_a_chain_that_came_true() -> None:
-    def after(*fresh: int) -> tuple[list[int], list[float]]:
-        chain = Chain()
-        chain.replace([1, 2, 3, 4], [0.8, 0.4, 0.2, 0.1])
-        chain.advance(tokens(*fresh))
-        return chain.tokens, chain.acceptance
-
-    assert after(1, 2) == ([3, 4], [0.5, 0.25])
-    assert after() == ([1, 2, 3, 4], [0.8, 0.4, 0.2, 0.1])
-    for fresh in ([2], [1, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]):
-        assert after(*fresh) == ([], [])
-
-
 def test_nothing_is_left_of_a_chain_that_came_true_against_all_odds() -> None:
     chain = Chain()
     chain.replace([1, 2], [0.0, 0.0])
     chain.advance(tokens(1))
     assert (chain.tokens, chain.acceptance) == ([], [])
-
-
-def test_a_proposal_is_judged_once() -> None:
-    chain = Chain()
-    chain.replace([1, 2, 3, 1, 2, 3], [1.0] * 6)
-    (proposed,) = propose_chains([ChainTurn(chain, None, (), EMPTY, 3, 1.0)], FREE)
-    assert proposed == [1, 2, 3] and (chain.drafted, chain.expected) == (3, 3.0)
-    for right in (3, 0):
-        chain.advance(tokens(1, 2, 3))
-        assert chain.accepted == right
 
 
 def test_certain_is_what_is_long_and_likely() -> None:
@@ -226,14 +203,6 @@ def test_what_cannot_be_is_refused_and_changes_no_chain() -> None:
             propose_chains([turn], cost)
     assert (chain.tokens, chain.drafted) == ([1], 0)
     assert propose_chains([], FREE) == []
-
-
-def test_time_that_is_up_leaves_chains_short() -> None:
-    index, chain = NativeIndex(), Chain()
-    index.append(0, list(range(1, 60)))
-    turn = ChainTurn(chain, NativeDrafter(), [(index, Source.SHARED)], tokens(1, 2, 3), 32, 1.0)
-    assert propose_chains([turn], FREE, patience=0.0) == [[]]
-    assert len(propose_chains([turn], FREE, patience=1e9)[0]) > 8
 
 
 def test_time_that_is_up_takes_nothing_away() -> None:

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.cache import _native
-from agentspec.cache.tokens import as_tokens
+from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
+from agentspec.cache.tokens import EMPTY
 from agentspec.errors import CacheFormatError, InvalidRequestError
 from agentspec.types import Draft, Source
 from tests.cache.native_index import NativeDrafter, NativeIndex, usage, work
@@ -62,35 +63,21 @@ def test_the_highest_token_is_like_any_other(token: int) -> None:
 
 def test_a_token_above_the_highest_is_refused() -> None:
     """By the native code too, whoever calls it."""
-    index, drafter, none = index_of([1, 2, 3]), NativeDrafter(), np.zeros(0, dtype=np.int32)
+    index, drafter, none = SuffixIndex(), IndexDrafter(), EMPTY
     for bad in ([2**31 - 1], [-1], [-(2**31)]):
         array = np.array(bad, dtype=np.int32)
         for call in (
-            lambda array=array: index.native.append(7, array, none),
-            lambda array=array: index.native.append(7, none, array),
-            lambda array=array: index.native.count(array),
-            lambda array=array: index.native.successors(array),
-            lambda array=array: drafter.native.draft([(index.native, 0)], array, 8, 0.0),
-            lambda array=array: drafter.native.observe([(index.native, 0)], array, none),
-            lambda array=array: drafter.native.observe([(index.native, 0)], none, array),
+            lambda array=array: index.append(7, array, none),
+            lambda array=array: index.append(7, none, array),
+            lambda array=array: index.count(array),
+            lambda array=array: index.successors(array),
+            lambda array=array: propose_batch([(drafter, [(index, 0)], array, 8, 0.0, False)]),
+            lambda array=array: drafter.observe([(index, 0)], array, none),
+            lambda array=array: drafter.observe([(index, 0)], none, array),
         ):
-            with pytest.raises(ValueError, match="from 0 to 2"):
+            with pytest.raises(InvalidRequestError, match="from 0 to 2"):
                 call()
-    with pytest.raises(InvalidRequestError, match=str(2**31 - 2)):
-        drafter.draft([(index, Source.SHARED)], [2**31 - 1])
-    assert index.sequence_count == 1
-
-
-def test_common_prefix_over_interleaved_pieces() -> None:
-    index = NativeIndex()
-    for step in range(5):
-        index.append(0, [step, step])
-        index.append(1, [7])
-    text = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert index.common_prefix(0, as_tokens([*text, 5])) == 10
-    assert index.common_prefix(0, as_tokens(text[:3])) == 3
-    assert index.common_prefix(0, as_tokens([0, 0, 1, 9])) == 3
-    assert index.count([3, 3]) == 1
+    assert index.sequence_count == 0
 
 
 @pytest.mark.parametrize("text", [np.zeros(1 << 20), np.tile([1, 2], 1 << 19), np.arange(1 << 20) % 1000])
@@ -162,23 +149,6 @@ def test_probabilities_are_honest() -> None:
     assert abs(predicted - accepted) / accepted < 0.1
 
 
-def test_a_draft_begins_in_a_hard_place() -> None:
-    """Half of the rounds fail at once, the others go through: certainty is low at the root and high below it."""
-    page, rng = np.arange(200, dtype=np.int32), np.random.default_rng(4)
-    by_round, by_token = NativeDrafter(), NativeDrafter()
-    indexes = [(index_of(page.tolist()), Source.SESSION)]
-    for _ in range(600):
-        text = np.append(page[:100], 999) if rng.random() < 0.5 else page[:109]
-        by_round.observe(indexes, text[:100], text[100:])
-        for end in range(100, len(text)):
-            by_token.observe(indexes, text[:end], text[end : end + 1])
-    deep, flat = (drafter.draft(indexes, page[:100], 8).probabilities for drafter in (by_round, by_token))
-    assert len(deep) == 8
-    assert 0.4 < deep[0] < 0.7
-    assert deep[7] > 0.85 * deep[0]
-    assert flat[0] > 0.8
-
-
 def accepted_path(draft: Draft, truth: list[int]) -> list[int]:
     path: list[int] = []
     node = -1
@@ -186,17 +156,6 @@ def accepted_path(draft: Draft, truth: list[int]) -> list[int]:
         if parent == node and len(path) < len(truth) and token == truth[len(path)]:
             path.append(node := child)
     return path
-
-
-def test_little_is_drafted_behind_a_token_that_ends_outputs() -> None:
-    index, drafter = index_of([1, 2, 9, 5, 6, 7] * 20), NativeDrafter()
-    before = drafter.draft([(index, Source.SESSION)], [1, 2], 4)
-    for _ in range(50):
-        drafter.observe_end(9)
-    after = drafter.draft([(index, Source.SESSION)], [1, 2], 4)
-    assert before.tokens.tolist() == [9, 5, 6, 7]
-    assert after.tokens[0] == 9
-    assert after.probabilities[1:].max() < 0.05 * before.probabilities[1]
 
 
 def test_learned_state_round_trips() -> None:
@@ -225,15 +184,6 @@ def test_no_part_of_a_learned_state_takes_what_is_not_finite(value: float) -> No
     np.testing.assert_array_equal(drafter.state(), state)
 
 
-def test_bad_indexes() -> None:
-    index = index_of([1, 2])
-    for indexes in ([(index, Source.SESSION), (index, Source.SHARED)], [(index, 3)], [(index, -1)]):
-        with pytest.raises(InvalidRequestError):
-            NativeDrafter().draft(indexes, [1])
-        with pytest.raises(InvalidRequestError):
-            NativeDrafter().observe(indexes, [1], [2])
-
-
 def test_writers_take_turns() -> None:
     """Several threads append to one index, merging as they go; nothing is lost and readers see whole sequences."""
     index = NativeIndex(tail=16, ratio=2)
@@ -252,24 +202,6 @@ def test_writers_take_turns() -> None:
     everything = [text.tolist() for text in texts.values()]
     pairs = Counter(pair for text in everything for pair in pairwise(text))
     assert all(sum(index.successors([a]).counts) == sum(pairs[a, b] for b in range(9)) for a in range(9))
-
-
-def test_drafting_goes_on_during_a_merge() -> None:
-    """The append that merges the whole index takes long; many drafts must be made meanwhile."""
-    rng = np.random.default_rng(5)
-    index, drafter = NativeIndex(ratio=1), NativeDrafter()
-    for number in range(2):
-        index.append(number, rng.integers(0, 1000, 200_000).astype(np.int32))
-    index.append(2, [1] * 180_000)  # stays a run of its own, and the next one makes it merge
-    writer = threading.Thread(target=lambda: index.append(3, rng.integers(0, 1000, 200_000).astype(np.int32)))
-    context, drafts = rng.integers(0, 1000, 64).astype(np.int32), 0
-    writer.start()
-    while writer.is_alive():
-        drafter.draft([(index, Source.SHARED)], context, 1)
-        drafts += 1
-    writer.join()
-    assert drafts > 20
-    index.check_integrity()
 
 
 def filled(sequences: int, length: int, *, deferred: bool = True) -> NativeIndex:
@@ -302,54 +234,6 @@ def test_what_is_done_while_others_wait_is_in_proportion_to_the_tokens() -> None
         index.check_integrity()
 
 
-def test_text_is_forgotten_before_it_is_merged_away() -> None:
-    index = merged(filled(300, 500))
-    texts = {number: index.tokens(number) for number in range(0, 300, 2)}
-    full = index.memory_bytes()
-    index.remove(list(texts))
-    assert index.memory_bytes() > full // 2
-    assert index.reclaimable_bytes() >= 8 * 150 * 500
-    assert index.token_count == 150 * 500
-    drafter = NativeDrafter()
-    for text in texts.values():
-        assert index.count(text[100:110]) == 0
-        drafted = drafter.draft([(index, Source.SHARED)], text[100:164], 8)
-        assert (drafted.match_length < 10).all()
-    merged(index)
-    assert index.memory_bytes() < 0.6 * full
-    assert (index.reclaimable_bytes(), index.native.transient_bytes()) == (0, 0)
-    index.check_integrity()
-
-
-def test_only_what_merging_takes_out_counts_as_reclaimable() -> None:
-    index = merged(filled(100, 100))
-    full = index.memory_bytes()
-    index.remove([0])
-    assert not index.merging_due
-    assert (index.reclaimable_bytes(), index.memory_bytes() >= full) == (0, True)
-    index.remove(range(1, 50))
-    assert index.merging_due
-    assert index.reclaimable_bytes() > 0
-
-
-def test_pages_of_removed_text_are_given_back_without_a_rewriting() -> None:
-    index = merged(filled(100, 2000))
-    texts = {number: index.tokens(number) for number in (0, 19, 70, 99)}
-    full, before = index.memory_bytes(), work(index).background
-    index.remove(range(20, 70))
-    merged(index)
-    assert (
-        work(index).background - before < 1.5 * 100 * 2000
-    )  # one pass over the run; a rewriting takes three times that
-    assert index.memory_bytes() < 0.6 * full
-    index.check_integrity()
-    for number, text in texts.items():
-        np.testing.assert_array_equal(index.tokens(number), text)
-        assert index.count(text[:500]) == 1
-    index.append(200, texts[0])
-    assert index.count(texts[0][:500]) == 2
-
-
 def test_pages_given_back_before_a_piece_leave_a_sound_index() -> None:
     """The token before a piece without a context is another piece's: its page may go, and nothing may depend on it."""
     kept = np.arange(20_000, dtype=np.int32)
@@ -362,20 +246,6 @@ def test_pages_given_back_before_a_piece_leave_a_sound_index() -> None:
     assert index.successors(kept[:5]).most_recent == kept[5]
 
 
-def test_positions_of_removed_text_are_used_again() -> None:
-    """More than a quarter of them is alive throughout; handed out twice, they suffice at little more work."""
-    scarce, plenty, rng = NativeIndex(capacity=150_000), NativeIndex(), np.random.default_rng(0)
-    for number in range(60):
-        tokens = rng.integers(0, 1000, 5_000).astype(np.int32)
-        for index in (scarce, plenty):
-            index.append(number, tokens)
-            index.remove([number - 12])
-    assert scarce.token_count == 12 * 5_000
-    np.testing.assert_array_equal(scarce.tokens(50), plenty.tokens(50))
-    assert work(scarce).background < 1.2 * work(plenty).background
-    scarce.check_integrity()
-
-
 def test_a_full_index_takes_no_more_and_loses_nothing() -> None:
     index = NativeIndex(capacity=1100)
     index.append(0, range(900))
@@ -384,21 +254,6 @@ def test_a_full_index_takes_no_more_and_loses_nothing() -> None:
     assert (index.token_count, index.tokens(0).tolist()) == (900, list(range(900)))
     index.remove([0])
     index.append(1, range(200))
-
-
-def test_merges_wait_for_steps_and_change_no_answer() -> None:
-    waiting, done = filled(150, 200), filled(150, 200, deferred=False)
-    assert waiting.merging_due and not done.merging_due
-    assert not done.merge_step()
-    for _ in range(100):
-        for length in (1, 2, 5):
-            context = done.tokens(7)[20 : 20 + length]
-            one, other = waiting.successors(context), done.successors(context)
-            assert one.tokens.tolist() == other.tokens.tolist() and one.counts.tolist() == other.counts.tolist()
-        if not waiting.merge_step():
-            break
-        waiting.check_integrity()
-    assert not waiting.merging_due
 
 
 def test_an_append_waits_for_no_reader() -> None:
@@ -426,7 +281,7 @@ def test_learning_waits_for_no_draft() -> None:
     index, learned = filled(50, 400), []
     for holds in (True, False):
         drafter = NativeDrafter()
-        reading = _native.DrafterReading(drafter.native) if holds else None
+        reading = _native.DrafterReading(drafter) if holds else None
 
         def learn(drafter: NativeDrafter = drafter) -> None:
             for start in range(40):
@@ -438,7 +293,7 @@ def test_learning_waits_for_no_draft() -> None:
         before = drafter.memory_bytes()
         thread.start()
         thread.join(60)
-        assert not thread.is_alive() and drafter.native.version == 80 and drafter.memory_bytes() > before
+        assert not thread.is_alive() and drafter.version == 80 and drafter.memory_bytes() > before
         del reading
         learned.append(drafter.state())
     assert np.array_equal(*learned)
@@ -454,20 +309,6 @@ def test_the_least_recently_used_are_known_without_a_search() -> None:
     assert index.oldest(10**9).tolist() == [*range(3, 20), 1, 0]
     used = usage(index)
     assert index.oldest(10**9).tolist() == used.sequences[np.argsort(used.last_used)].tolist()
-
-
-def test_large_runs_are_merged_in_pieces() -> None:
-    """A merge of a million positions needs little more memory than its result, and many drafts see its middle."""
-    index = filled(2500, 400)
-    most, steps = 0, 0
-    before = index.memory_bytes()
-    while index.merge_step():
-        most, steps = max(most, index.memory_bytes()), steps + 1
-        if steps % 7 == 0:
-            assert index.count(index.tokens(1000)[50:60]) == 1
-    assert steps > 15
-    assert most < 1.1 * before
-    index.check_integrity()
 
 
 def test_two_indexes_are_read_in_any_order_without_a_deadlock() -> None:

@@ -105,7 +105,7 @@ def test_a_database_that_does_not_answer_costs_the_past_until_it_does(server: An
 
 
 def test_idle_namespaces_leave_memory_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentspec.cache.namespaces._IDLE_SECONDS", 0.0)  # else a namespace is idle after a minute
+    monkeypatch.setattr("agentspec.cache.eviction._IDLE_SECONDS", 0.0)  # else a namespace is idle after a minute
     models = [Namespace("t", f"m{number}") for number in range(6)]
     with SuffixCache.open(tmp_path, tenant_memory_bytes=700 << 10) as cache:
         held = cache.request([1, 2], namespace=models[0], session="held")

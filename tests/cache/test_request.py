@@ -47,12 +47,6 @@ def test_the_beginning_of_an_output_is_drafted_from_the_end_of_the_prompt(cache:
         assert request.draft(max_tokens=2).tokens.tolist() == [40, 41]
 
 
-def test_prompts_stay_out_of_the_shared_past(cache: SuffixCache) -> None:
-    cache.request([50, 51, 52, 53], session="a").close()
-    with cache.request([50, 51], session="b") as request:
-        assert len(request.draft()) == 0
-
-
 def test_a_partial_output_stays_in_its_session(cache: SuffixCache) -> None:
     def generate() -> None:
         with cache.request([1, 2, 3], session="a") as request:

@@ -81,15 +81,6 @@ def test_the_oldest_of_the_largest_tenant_go(place: Any) -> None:
         assert not cache.responses.put(make("larger", "a" * (65 << 20))), "it is small until it is read again"
 
 
-def test_limits_of_the_disk_bound_them_too(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path, disk_bytes=1 << 20, tenant_disk_bytes=400_000, responses_bytes=1 << 30) as cache:
-        cache.responses.put(make("b0", tenant="b"))
-        for number in range(100):
-            cache.responses.put(make(f"a{number}", noise(number, 1500), created_at=time.time() + number / 1000))
-        found = answers(cache, (f"a{number}" for number in range(100)))
-        assert 10 < len(found) < 30 and found[-1] == "a99" and answers(cache, ["b0"], "b") == ["b0"]
-
-
 def test_what_is_too_old_goes(place: Any) -> None:
     with SuffixCache.open(place, retention=3600.0) as cache:
         cache.responses.put(make("old", created_at=time.time() - 3700))
@@ -98,17 +89,6 @@ def test_what_is_too_old_goes(place: Any) -> None:
         cache.tool_turns.put(made(age=1.0))
         assert answers(cache, ["old", "new"]) == ["new"]
         wait(lambda: len(turns_of(cache)) == 1)
-
-
-def test_a_damaged_name_holds_up_no_bound(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path, responses_bytes=100_000) as cache:
-        for number in range(8):
-            cache.responses.put(make(f"a{number}", os.urandom(4000).hex()))
-        execute(tmp_path, "UPDATE responses SET tenant = CAST(x'61ff' AS TEXT)", file=STATE)
-        for number in range(40):
-            answer = make(f"b{number}", os.urandom(4000).hex(), tenant="b", created_at=time.time() + number)
-            assert cache.responses.put(answer)
-        assert 0 < len(answers(cache, (f"b{number}" for number in range(40)), "b")) < 40
 
 
 # Turns.

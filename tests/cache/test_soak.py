@@ -101,7 +101,7 @@ def churn(cache, outputs):
             request.extend(text[prompt:])
         namespaces = cache._pool.namespaces
         if namespaces.evicted:
-            copies = sum(one.shared.native.transient_bytes() for one in namespaces.partitions())
+            copies = sum(one.shared.transient_bytes() for one in namespaces.partitions())
             counted.append((namespaces.total + copies) / budget)
         if number % 100 == 0:
             most = max(most, private())

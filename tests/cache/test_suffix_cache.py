@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,31 +81,6 @@ def test_use_after_close() -> None:
     request.close()
 
 
-def test_threads_use_one_cache() -> None:
-    failures: list[BaseException] = []
-
-    def work(worker: int) -> None:
-        try:
-            for turn in range(40):
-                prompt = text(worker, 100 + turn)
-                with cache.request(prompt, session=f"s{worker % 2}", namespace=f"n{worker % 2}") as request:
-                    request.draft(max_tokens=8)
-                    request.extend(text(turn, 40))
-                cache.stats()
-        except BaseException as error:
-            failures.append(error)
-
-    with SuffixCache.open(memory_bytes=1 << 20) as cache:
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        assert cache.stats().requests == 160
-        cache.check_integrity()
-
-
 def test_in_memory_needs_no_database() -> None:
     code = (
         "import sys\nfrom agentspec.cache import SuffixCache\n"
@@ -117,33 +90,6 @@ def test_in_memory_needs_no_database() -> None:
         "print([name for name in ('sqlalchemy', 'sqlite3', 'filelock', 'torch') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
-
-
-def test_outputs_are_there_after_a_restart(tmp_path: Path) -> None:
-    namespace = Namespace("t", "m", "k", "c")
-    with SuffixCache.open(tmp_path / "cache") as cache:
-        for turn in range(20):
-            record(cache, [1, 2, 3], text(turn, 50), session="s", namespace=namespace)
-    with SuffixCache.open(tmp_path / "cache") as cache:
-        stats = cache.stats()
-        assert (stats.sequences, stats.tokens, stats.mode) == (20, 1000, "writer")
-        assert stats.disk_bytes > 0
-        assert cache.path == tmp_path / "cache"
-        with cache.request([8, 3, *text(7, 50)[:3]], namespace=namespace) as request:
-            assert request.draft(max_tokens=2).tokens.tolist() == text(7, 50)[3:5].tolist()
-        with cache.request([8, 3, *text(7, 50)[:3]], namespace="t") as request:
-            assert len(request.draft()) == 0
-
-
-def test_the_newest_that_fit_are_loaded(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache:
-        for turn in range(200):
-            record(cache, [1], text(turn, 1000))
-    with SuffixCache.open(tmp_path, memory_bytes=1 << 20) as cache:
-        assert cache.stats().memory_bytes <= 1 << 20
-        assert 20 < cache.stats().sequences < 200
-        with cache.request([9, *text(199, 1000)[:5]]) as request:
-            assert request.draft(max_tokens=1).tokens.tolist() == [text(199, 1000)[5]]
 
 
 @pytest.mark.parametrize("session", [None, "s"])
@@ -157,17 +103,6 @@ def test_nothing_is_left_of_a_request_not_to_be_stored(session: str | None) -> N
         assert (stats.sessions, stats.sequences) == (0, 0)
         record(cache, [1, 2, 3, 1, 2, 3], [4], session="s")
         assert cache.stats().sessions == 1
-
-
-def test_unshared_outputs_are_not_written(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache:
-        with cache.request([1], store=False) as request:
-            request.extend([2, 3])
-        partial = cache.request([1])
-        partial.extend([4, 5])
-        partial.abandon()
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.stats().sequences == 0
 
 
 def test_forget_says_what_a_database_that_could_not_be_opened_may_hold() -> None:

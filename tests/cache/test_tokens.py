@@ -119,23 +119,6 @@ LONG = "".join(map(chr, default_rng(1).integers(0x4E00, 0x9FFF, 3000)))  # too l
 ODD = ["a\udfffb", "nul\0nul", "\x1ad800", "", "é" * 3000, "'; DROP TABLE sequences; --"]
 
 
-@pytest.mark.parametrize("name", ["\ud800", *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
-def test_any_string_is_a_name(location: str | Path, name: str) -> None:
-    namespace = Namespace(name, name, name, name)
-    with SuffixCache.open(location, mode="writer") as cache:
-        for number in range(3):
-            with cache.request([7], namespace=namespace, session=f"{name}{number}") as request:
-                request.extend([40 + number, 50, 60, 70])
-        cache.compact()
-    with SuffixCache.open(location, mode="writer") as cache:  # the lock is free
-        assert cache.stats().sequences == 3
-        assert cache.stats().segment_error is None
-        assert cache.forget(session=f"{name}0") == 1
-        assert cache.forget(tenant=name, tokenizer=name) == 2
-    with SuffixCache.open(location, mode="writer") as cache:
-        assert cache.stats().sequences == 0
-
-
 @pytest.fixture
 def takes_long_names(location: str | Path) -> bool:
     return isinstance(location, Path)

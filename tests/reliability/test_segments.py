@@ -37,7 +37,7 @@ def a_segment(sequences: int, length: int) -> bytes:
     for number in range(sequences):
         index.append(number, rng.integers(0, 900, length).astype(np.int32))
         meta[number] = SequenceMeta(f"session {number}", float(number), 5)
-    frozen = index.freeze(list(meta))
+    frozen = index.freeze(np.array(list(meta)))
     segment = segment_of(SPACE, Coverage(7, len(meta), 3), frozen, meta)
     return segment.head() + b"".join(part.tobytes() for part in frozen)
 
@@ -89,7 +89,7 @@ def outcome(data: bytes) -> str:
         draft = NativeDrafter().draft([(index, Source.SHARED)], context, 16)
         assert (draft.tokens >= 0).all() and (draft.parents < np.arange(len(draft))).all()
     index.append(10**6, np.array([1, 2, 3] * 100, dtype=np.int32))
-    index.remove(numbers[:3])
+    index.remove(np.array(numbers[:3]))
     return "usable"
 
 

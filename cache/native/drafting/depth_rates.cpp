@@ -71,11 +71,11 @@ std::vector<double> DepthRates::state() const {
 }
 
 void DepthRates::restore(std::span<const double> state) {
-    if (state.size() != kStateSize) throw std::invalid_argument("learned state of another shape");
+    if (state.size() != kStateSize) throw std::domain_error("learned state of another shape");
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double rates = state[i], hits = state[i + 1], tries = state[i + 2];
         if (!(rates >= 0 && rates <= tries && hits >= 0 && hits <= tries && tries <= kHalvingTries)) {
-            throw std::invalid_argument("learned state holds impossible corrections");
+            throw std::domain_error("learned state holds impossible corrections");
         }
     }
     std::vector<double> row(4 * kBins);

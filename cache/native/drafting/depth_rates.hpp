@@ -23,7 +23,7 @@ public:
 
     /// (sum of rates, hits, tries) of every cell in turn.
     std::vector<double> state() const;
-    /// Throws std::invalid_argument for a state of another size or with numbers that cannot be sums.
+    /// Throws std::domain_error for a state of another size or with numbers that cannot be sums.
     void restore(std::span<const double> state);
     /// Bytes of what differs from the corrections that every namespace begins with: none.
     std::size_t memory_bytes() const { return rows_.bytes(); }

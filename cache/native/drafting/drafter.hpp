@@ -49,7 +49,7 @@ public:
     /// Learn that an output ended with `token`.
     void observe_end(Token token);
 
-    /// The learned state, as plain numbers for `restore`, which throws std::invalid_argument for impossible numbers.
+    /// The learned state, as plain numbers for `restore`, which throws std::domain_error for impossible numbers.
     std::vector<double> state() const;
     void restore(std::span<const double> state);
 

@@ -133,11 +133,11 @@ std::vector<double> HitRates::state() const {
 }
 
 void HitRates::restore(std::span<const double> state) {
-    if (state.size() != kStateSize) throw std::invalid_argument("learned state of another shape");
+    if (state.size() != kStateSize) throw std::domain_error("learned state of another shape");
     for (std::size_t i = 0; i < state.size(); i += 2) {
         const double hits = state[i], tries = state[i + 1];
         if (!(hits >= 0 && tries > 0 && hits <= tries && tries <= kMemory)) {
-            throw std::invalid_argument("learned state holds impossible rates");
+            throw std::domain_error("learned state holds impossible rates");
         }
     }
     for (int row = 0; row < kRows; ++row) cells_.assign(row, state.subspan(row * kWidth, kWidth));
@@ -177,14 +177,14 @@ std::vector<double> EndRates::state() const {
 
 void EndRates::restore(std::span<const double> state) {
     if (state.size() % 3 != 0 || state.size() > 3 * kEndTokens)
-        throw std::invalid_argument("learned state of another shape");
+        throw std::domain_error("learned state of another shape");
     counts_.clear();
     for (std::size_t i = 0; i < state.size(); i += 3) {
         const double token = state[i], ends = state[i + 1], goes_on = state[i + 2];
         const bool possible = token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 &&
                               goes_on >= 0 && std::isfinite(ends) && std::isfinite(goes_on);
         if (!possible) {
-            throw std::invalid_argument("learned state holds impossible counts");
+            throw std::domain_error("learned state holds impossible counts");
         }
         counts_[static_cast<std::int32_t>(token)] = {ends, goes_on};
     }

@@ -41,7 +41,7 @@ public:
 
     /// (hits, tries) of every cell in turn.
     std::vector<double> state() const;
-    /// Throws std::invalid_argument for a state of another size or with numbers that cannot be rates.
+    /// Throws std::domain_error for a state of another size or with numbers that cannot be rates.
     void restore(std::span<const double> state);
     /// Bytes of what differs from the rates that every namespace begins with.
     std::size_t memory_bytes() const { return cells_.bytes() + limits_.bytes(); }
@@ -77,7 +77,7 @@ public:
 
     /// (token, ends, times gone on) of every token that ended an output.
     std::vector<double> state() const;
-    /// Throws std::invalid_argument for an invalid state.
+    /// Throws std::domain_error for an invalid state.
     void restore(std::span<const double> state);
     std::size_t memory_bytes() const { return counts_.size() * kNode; }
 

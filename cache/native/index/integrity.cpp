@@ -10,7 +10,7 @@ namespace agentspec {
 namespace {
 
 void require(bool holds, const std::string& what) {
-    if (!holds) throw std::runtime_error("suffix index is damaged: " + what);
+    if (!holds) throw std::domain_error("suffix index is damaged: " + what);
 }
 
 /// A part is in order, and its table is right. Returns how many of its positions are dead.

@@ -146,7 +146,7 @@ public:
     /// not checked: a wrong order only costs matches.
     static std::unique_ptr<SuffixIndex> load(int file, const FrozenLayout& layout, bool deferred = false);
 
-    /// Throws std::runtime_error with a description when an invariant does not hold. Linear in the index.
+    /// Throws std::domain_error with a description when an invariant does not hold. Linear in the index.
     void check_integrity() const;
 
     /// What drafts read from.

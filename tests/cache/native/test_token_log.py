@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.cache import _native
-from agentspec.cache._native import IndexView
+from agentspec.cache._native import IndexView, SuffixIndex
 from agentspec.cache.storage.segments import Coverage, segment_of
 from agentspec.cache.tokens import SequenceMeta
 from agentspec.types import Namespace, Source
@@ -41,7 +40,7 @@ def test_removing_takes_no_large_copy() -> None:
     index.remove(gone)
     while index.merge_step():
         index.append(3000, [1, 2, 3])
-    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    assert index.peak_bytes() <= full + CHUNK + PIECE
     assert index.memory_bytes() <= 0.8 * full  # two thirds, and what is left in blocks at the edges of texts
     index.check_integrity()
     for number, text in texts.items():
@@ -58,7 +57,7 @@ def test_a_merge_waits_for_a_draft_that_still_reads_what_it_replaced(steps: int)
     full, most = index.memory_bytes(), [0]
     for _ in range(steps):
         assert index.merge_step()
-    draft = IndexView(index.native)
+    draft = IndexView(index)
     for number in range(100, 116):
         index.merge_step()
         index.append(number, [number] * 10)
@@ -86,7 +85,7 @@ def test_a_few_removed_tokens_hold_no_memory_back() -> None:
     while index.merge_step():
         index.remove([left.pop()] if left else [])
     assert index.memory_bytes() < 0.65 * full
-    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    assert index.peak_bytes() <= full + CHUNK + PIECE
     index.check_integrity()
 
 
@@ -94,20 +93,20 @@ def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
     """Neither appending to a mapped log nor removing from it copies all of it, and what goes is unmapped."""
     parts = filled(1500, 200).freeze(list(range(1500)))
     meta = {number: SequenceMeta(None, 0.0, 0) for number in range(1500)}
-    head, index = segment_of(Namespace("t"), Coverage(0, 0, 0), parts, meta), NativeIndex()
+    head = segment_of(Namespace("t"), Coverage(0, 0, 0), parts, meta)
     path = tmp_path / "index"
     path.write_bytes(b"".join(part.tobytes() for part in parts))
     with path.open("rb") as file:
-        index.native = _native.SuffixIndex.load(file.fileno(), 0, head.counts, head.checksums, deferred=True)
+        index = SuffixIndex.load(file.fileno(), 0, head.counts, head.checksums, deferred=True)
     full, mapped, text = index.memory_bytes(), index.mapped_bytes(), index.tokens(1499)
     index.append(1500, text)
     assert index.memory_bytes() <= full + ROOM
     assert index.mapped_bytes() == mapped
-    index.remove(range(0, 1500, 2))
+    index.remove(np.arange(0, 1500, 2))
     while index.merge_step():
         pass
     assert index.mapped_bytes() < mapped // 2
-    assert index.native.peak_bytes() <= full + CHUNK + PIECE
+    assert index.peak_bytes() <= full + CHUNK + PIECE
     index.check_integrity()
     assert index.count(text[:100]) == 2
 

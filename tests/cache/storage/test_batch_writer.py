@@ -51,22 +51,6 @@ def test_the_oldest_make_room_and_are_counted(room: int, count: int) -> None:
     assert writer.dropped == count - len(kept)
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_at_the_end_it_is_tried_once_more(failing: bool, caplog: pytest.LogCaptureFixture) -> None:
-    disk = Disk()
-    disk.failure = OSError("disk is full")
-    writer = disk.writer()
-    writer.put(1)
-    with pytest.raises(CacheError, match="full"):
-        writer.flush()
-    if not failing:
-        disk.failure = None
-    writer.close()
-    assert disk.written == ([] if failing else [1])
-    assert writer.dropped == int(failing)
-    assert ("left undone" in caplog.text) is failing
-
-
 def test_what_waits_can_be_revised_but_not_what_is_being_committed() -> None:
     disk = Disk()
     disk.go.clear()

@@ -177,7 +177,7 @@ FULL = """
 path = folder / "cache"
 cache = SuffixCache.open(path)
 put = []
-for point in range(10):
+for point in range(4):
     for turn in range(5):
         record(cache, 1000 * point + 10 * turn, session=f"{point}")
         put.append(1000 * point + 10 * turn)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -14,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from agentspec.cache import SuffixCache
-from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError, ConfigurationError
+from agentspec.errors import CacheError, CacheUnavailableError, ConfigurationError
 from tests.cache.conftest import outputs, record, wait
 
 if TYPE_CHECKING:
@@ -62,36 +60,6 @@ def test_no_server_is_told_without_the_password(address: str, caplog: pytest.Log
 
 
 # The writer.
-
-HOLDER = """
-import sys, time
-from agentspec.cache import SuffixCache
-cache = SuffixCache.open(sys.argv[1], mode="writer")
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_writer_is_named_and_does_not_block_when_killed(postgres: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, postgres], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            with pytest.raises(CacheLockedError, match=rf"process {holder.pid} on \S+; open it as a follower"):
-                SuffixCache.open(postgres, mode="writer")
-            with SuffixCache.open(postgres) as cache:
-                assert cache.stats().mode == "follower"
-                assert cache.path is None
-        finally:
-            holder.kill()
-
-    def writer() -> bool:
-        try:
-            SuffixCache.open(postgres, mode="writer").close()
-            return True
-        except CacheLockedError:
-            return False
-
-    wait(writer)
 
 
 def test_schemas_of_one_database_are_separate_caches(server: Server) -> None:

@@ -24,7 +24,6 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.stored import StoredResponse
 from agentspec.cli import app
 from agentspec.errors import (
-    CacheClosedError,
     CacheError,
     CacheFormatError,
     CacheLockedError,
@@ -201,18 +200,6 @@ for turn in range(100000):
 """
 
 
-@pytest.mark.parametrize("reports", [pytest.param(1, marks=pytest.mark.slow), 20])
-def test_kill_after_flush_loses_nothing(location: str | Path, reports: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", WORKER, str(location)], stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout is not None
-        durable = [int(worker.stdout.readline()) for _ in range(reports)][-1]
-        worker.kill()
-    SuffixCache.open(location).close()
-    stored = outputs(location)
-    assert len(stored) > durable
-    assert stored == [[turn, turn + 1, turn + 2] for turn in range(len(stored))]
-
-
 def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
     with SuffixCache.open(location) as cache, caplog.at_level(logging.WARNING):
         execute(location, *broken(location))
@@ -224,17 +211,6 @@ def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest
         assert stats.store_error is not None and "disk is gone" in stats.store_error
         assert stats.sequences == 3 and knows(cache, [41, 51], at=1)
     assert len(caplog.records) == 1
-
-
-def test_a_follower_that_may_only_read_goes_on_in_memory(location: str | Path) -> None:
-    SuffixCache.open(location).close()
-    execute(location, *broken(location))
-    with SuffixCache.open(location, mode="follower") as cache:
-        for turn in range(2):
-            record(cache, [40 + turn, 50 + turn], [1])
-        with pytest.raises(CacheError, match="disk is gone"):
-            cache.flush()
-        assert cache.stats().sequences == 2 and cache.stats().store_error
 
 
 def test_closing_a_request_waits_for_no_other_process(tmp_path: Path) -> None:
@@ -314,18 +290,6 @@ def test_a_lock_file_that_was_deleted_is_noticed(tmp_path: Path) -> None:
             SuffixCache.open(tmp_path, mode="writer")
 
 
-def test_a_closed_cache_makes_no_connection_again(tmp_path: Path) -> None:
-    """A thread that still stores an answer at the end would hold the files of a cache that is closed, and write."""
-    cache = SuffixCache.open(tmp_path)
-    answer = StoredResponse("r", "a", 1e12)
-    assert cache.responses.put(answer)
-    cache.close()
-    for use in (lambda: cache.responses.put(answer), lambda: cache.responses.get("a", "r")):
-        with pytest.raises(CacheClosedError, match="this cache is closed"):
-            use()
-    assert not list(tmp_path.glob("*-wal"))
-
-
 names = st.text(st.characters(exclude_categories=[]), min_size=1, max_size=8)
 
 
@@ -402,14 +366,6 @@ def test_a_tenant_over_its_share_loses_its_own_oldest(location: str | Path) -> N
         assert taken() > limit // 4
     flood = [output[0] for output in outputs(location)][20:]
     assert flood == list(range(flood[0], 200)), "the oldest went"
-
-
-def test_a_tiny_budget_keeps_nothing_and_goes_on(location: str | Path) -> None:
-    with SuffixCache.open(location, disk_bytes=1) as cache:
-        record(cache, text(1, 2000))
-        cache.flush()
-        wait(lambda: outputs(location) == [])
-        assert cache.stats().store_error is None
 
 
 def test_a_follower_leaves_it_to_the_writer(location: str | Path) -> None:
