@@ -76,13 +76,6 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
 
 def require_budget(max_tokens: int, min_probability: float) -> None:
     """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
-    if (
-        type(max_tokens) is int
-        and 0 <= max_tokens < 1 << 63
-        and type(min_probability) is float
-        and 0.0 <= min_probability <= 1.0
-    ):
-        return  # the usual case: ten times as fast as the checks below
     whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool)
     if not whole or not 0 <= max_tokens < 1 << 63:
         raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")

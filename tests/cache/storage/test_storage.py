@@ -187,19 +187,6 @@ def test_processes_see_what_others_add(location: str | Path) -> None:
         assert writer.stats().sequences == follower.stats().sequences == 2
 
 
-WORKER = """
-import sys
-from agentspec.cache import SuffixCache
-cache = SuffixCache.open(sys.argv[1])
-for turn in range(100000):
-    with cache.request([1, 2]) as request:
-        request.extend([turn, turn + 1, turn + 2])
-    if turn % 7 == 6:
-        cache.flush()
-        print(turn, flush=True)
-"""
-
-
 def test_serving_goes_on_when_writing_fails(location: str | Path, caplog: pytest.LogCaptureFixture) -> None:
     with SuffixCache.open(location) as cache, caplog.at_level(logging.WARNING):
         execute(location, *broken(location))
