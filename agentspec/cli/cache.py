@@ -259,12 +259,14 @@ def import_files(
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[SequenceRecord] = []
+        seen: set[_Key] = set()
         for file in found(files, console):
             read = [
-                _record(one, text, tenant) for one in _encoded(file, format_, text, on_bad, advance, redaction.call)
+                _record(one, text, tenant)
+                for one in _encoded(file, format_, text, on_bad, advance, seen, redaction.call)
             ]
             if not read:
-                console.print(f"{file}: no answers in it", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{file}: no further answers in it", markup=False, highlight=False, soft_wrap=True)
             rows += read
         admitted = _admitted(rows, settings, text)
         what = f"storing {plural(len(admitted), 'sequence')} in {shown(folder)}"
@@ -281,6 +283,10 @@ def import_files(
     typer.echo(f"imported {plural(added, 'sequence')}{more}")
 
 
+_Key = tuple[str, str]
+"""The id and the content of an answer: a server may give two answers one id."""
+
+
 class _EncodedCall(NamedTuple):
     call: RecordedCall
     prompt: Sequence[int]
@@ -293,10 +299,17 @@ def _encoded(
     text: ModelText,
     on_bad: OnBad,
     advance: Advance,
+    seen: set[_Key],
     change: Callable[[RecordedCall], RecordedCall] = lambda call: call,
 ) -> Iterator[_EncodedCall]:
-    """The calls of a file, as `change` returns them, with their tokens. One without tokens is a bad line."""
+    """The calls of a file, as `change` returns them, with their tokens. One without tokens is a bad line, and those
+    that are `seen`, say in the file of the session that was forked, are left out.
+    """
     for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
+        if recorded.id is not None:
+            if (key := (str(recorded.id), repr(recorded.answer))) in seen:
+                continue
+            seen.add(key)
         try:
             call = change(recorded)
             tokens = text.encode(call.messages, call.answer, prompt=call.prompt, finished=call.finished)
@@ -354,7 +367,8 @@ def replay(
     text = _text(load(config), model)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
-        read = (one for file in found(files, console) for one in _encoded(file, format_, text, on_bad, advance))
+        seen: set[_Key] = set()
+        read = (one for file in found(files, console) for one in _encoded(file, format_, text, on_bad, advance, seen))
         encoded = [
             EncodedCall(one.call.labels.session or "", as_tokens(one.prompt), as_tokens(one.answer))
             for one in islice(read, calls)

@@ -6,6 +6,7 @@ Lines that violate their format are reported with file and line number; the call
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import zlib
@@ -23,7 +24,8 @@ from agentspec.types import Labels, Message
 class RecordedCall:
     """One call: the messages (or `prompt`, if it was plain text), the model's answer, and the place in the file.
 
-    `finished`: no length limit cut the answer. `created_at` is in seconds since 1970, None if not recorded.
+    `finished`: no length limit cut the answer. `created_at` is in seconds since 1970, None if not recorded. With its
+    `id` an answer is known in another file too, say of a session that was resumed or forked.
     """
 
     place: str
@@ -33,6 +35,7 @@ class RecordedCall:
     prompt: str | None = None
     finished: bool = True
     created_at: float | None = None
+    id: str | None = None
 
 
 class BadLineError(ConfigurationError):
@@ -118,12 +121,17 @@ class Turn:
 
 
 def calls_of(turns: Iterable[Turn], labels: Labels) -> Iterator[RecordedCall]:
-    """Every message that the model wrote, as the answer to the messages before it."""
+    """Every message that the model wrote, as the answer to the messages before it.
+
+    Such files name no answers: one is known by all that was said up to it.
+    """
     before: list[Message] = []
+    said = hashlib.sha256()
     for turn in turns:
         message = turn.message
+        said.update(json.dumps(message).encode())
         if message["role"] == "assistant" and turn.said and (message.get("content") or message.get("tool_calls")):
-            yield RecordedCall(turn.place, labels, list(before), message, created_at=turn.at)
+            yield RecordedCall(turn.place, labels, list(before), message, created_at=turn.at, id=said.hexdigest())
         before.append(message)
 
 

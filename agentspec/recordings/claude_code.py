@@ -47,12 +47,16 @@ def logged_message(request: Mapping[str, Any], response: Mapping[str, Any], plac
     for message in request.get("messages") or []:
         messages += messages_of(message["role"], message["content"])
     finished = response.get("stop_reason") not in _CUT
-    return RecordedCall(place, Labels(), messages, answer_of(response["content"]), finished=finished)
+    return RecordedCall(
+        place, Labels(), messages, answer_of(response["content"]), finished=finished, id=response.get("id")
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _MessageLine:
-    """A line with a message. The lines of one answer share `reply`."""
+    """A line with a message. The lines of one answer share `reply`: each has a block of it, or all that was written so
+    far, perhaps the beginning of a block that a later line has whole.
+    """
 
     place: str
     number: int
@@ -62,7 +66,8 @@ class _MessageLine:
 
     @property
     def reply(self) -> str | None:
-        return self.message.get("id") if self.message.get("role") == "assistant" else None
+        named = self.message.get("id") or self.record.get("requestId")
+        return named if self.message.get("role") == "assistant" else None
 
     def blocks(self, kind: str) -> list[Mapping[str, Any]]:
         content = self.message.get("content")
@@ -96,7 +101,7 @@ def read_claude_code(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
     session = _session(path, on_bad)
     ends: dict[str | None, _Branch] = {}  # by the line that they reach so far
     for parts in session.replies.values():
-        first, last = parts[0], parts[-1]
+        first = parts[0]
         answer = _answer(parts)
         if not (answer["content"] or answer.get("tool_calls")):
             continue
@@ -106,8 +111,9 @@ def read_claude_code(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:
             labels,
             _before(first, session, ends),
             answer,
-            finished=last.message.get("stop_reason") not in _CUT,
-            created_at=moment(last.record.get("timestamp")),
+            finished=not any(part.message.get("stop_reason") in _CUT for part in parts),
+            created_at=moment(parts[-1].record.get("timestamp")),
+            id=first.reply,
         )
 
 
@@ -115,9 +121,11 @@ def _session(path: Path, on_bad: OnBad) -> _Session:
     session = _Session()
     for number, (place, record) in enumerate(records(path, on_bad)):
         uuid = str(record.get("uuid") or place)
+        kind, message, repeated = record.get("type"), record.get("message"), uuid in session.parents
         session.parents[uuid] = record.get("parentUuid")
-        message = record.get("message")
-        if record.get("type") in ("user", "assistant") and isinstance(message, dict) and "role" in message:
+        if kind == "user" and repeated:
+            continue  # the line was written twice
+        if kind in ("user", "assistant") and isinstance(message, dict) and "role" in message:
             session.add(_MessageLine(place, number, uuid, message, record))
     return session
 
@@ -193,6 +201,26 @@ class _Branch:
 
 
 def _answer(parts: Sequence[_MessageLine]) -> Message:
-    contents = [part.message.get("content") or [] for part in parts]
-    blocks = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents)
-    return answer_of([block for several in blocks for block in several])
+    """The message that the lines make up; a block that begins as one of an earlier line does takes its place."""
+    written: list[Mapping[str, Any]] = []
+    for part in parts:
+        content = part.message.get("content") or []
+        open_places = list(range(len(written)))
+        for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            place = next((one for one in open_places if _continues(block, written[one])), None)
+            if place is None:
+                written.append(block)
+            else:
+                open_places.remove(place)
+                written[place] = block
+    return answer_of(written)
+
+
+def _continues(block: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """Whether a block is an earlier one, as far as that was written then."""
+    kind = str(block.get("type"))
+    if kind != earlier.get("type"):
+        return False
+    if kind in ("text", "thinking"):
+        return str(block.get(kind) or "").startswith(str(earlier.get(kind) or ""))
+    return block.get("id") is not None and block.get("id") == earlier.get("id")

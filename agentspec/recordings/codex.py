@@ -117,7 +117,9 @@ def logged_response(request: Mapping[str, Any], response: Mapping[str, Any], pla
     at = seconds_in(response.get("created_at"))
     for turn in turns_of(Item(item, place) for item in response["output"]):
         finished = response.get("status") != "incomplete"
-        yield RecordedCall(place, Labels(), messages, turn.message, finished=finished, created_at=at)
+        yield RecordedCall(
+            place, Labels(), messages, turn.message, finished=finished, created_at=at, id=response.get("id")
+        )
 
 
 def read_codex(path: Path, on_bad: OnBad) -> Iterator[RecordedCall]:

@@ -198,6 +198,7 @@ def _chat_choices(request: Mapping[str, Any], response: Mapping[str, Any], place
             prompt if isinstance(prompt, str) else None,
             finished=choice.get("finish_reason") != "length",
             created_at=seconds_in(response.get("created")),
+            id=response.get("id"),
         )
 
 

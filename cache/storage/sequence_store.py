@@ -105,7 +105,7 @@ class SequenceStore(SequenceReader):
     def add_missing(self, records: Iterable[SequenceRecord]) -> tuple[int, int]:
         """Store the sequences that the store lacks, and wait until they are durable; returns (added, known).
 
-        Each stored sequence with the same namespace, session, tokens and end of the prompt stands for one of `records`:
+        Each stored sequence with the same namespace, tokens and end of the prompt stands for one of `records`:
         those that are added again add nothing, and an output that was generated twice stays in the store twice. Raises
         `CacheError` if the sequences cannot be written.
         """
@@ -343,5 +343,5 @@ def _size(job: SequenceRecord) -> int:
 
 
 def _identity(row: SequenceRecord) -> int:
-    """A hash over namespace, session, context and tokens: equal for equal sequences, whenever they were stored."""
-    return hash((row.namespace, row.session, row.context.tobytes(), row.tokens.tobytes()))
+    """A hash over namespace, context and tokens: equal for equal sequences, whichever session stored them."""
+    return hash((row.namespace, row.context.tobytes(), row.tokens.tobytes()))

@@ -131,10 +131,12 @@ def test_conversations_by_a_configured_name_without_what_a_pattern_refuses(progr
 def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, tmp_path):
     written = claude_code(tmp_path / "projects")
     (written.parent / "notes.txt").write_text("nothing")
-    result = program(
-        "cache", "import", tmp_path / "projects", "--model", default_model.folder, "--path", tmp_path / "a"
-    )
+    options = ("--model", default_model.folder, "--path", tmp_path / "a")
+    forked = written.with_name("s2.jsonl")  # a session that was resumed has the lines of the one before
+    forked.write_text(written.read_text().replace('"s1"', '"s2"'))
+    result = program("cache", "import", tmp_path / "projects", *options)
     assert result.stdout == "imported 2 sequences\n", result.stderr
+    assert program("cache", "import", forked, *options).stdout == "imported 0 sequences, 2 known already\n"
     assert "1 file of no known format left out" in result.stderr
     text = ModelText.load(str(default_model.folder))
     told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))

@@ -82,6 +82,61 @@ def test_a_branch_knows_nothing_of_the_other(tmp_path: Path) -> None:
     assert last.answer["content"] == "No." and not last.finished
 
 
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def read_file(path: str | None) -> dict[str, Any]:
+    return {"type": "tool_use", "id": "t1", "name": "Read", "input": {"path": path} if path else {}}
+
+
+@pytest.mark.parametrize(
+    "snapshots",
+    [
+        [[said("I")], [said("I read")], [said("I read it.")], [read_file("a.py")]],
+        [[said("I re"), read_file(None)], [said("I read it."), read_file("a.py")]],
+        [
+            [{"type": "thinking", "thinking": "Hm"}],
+            [said("")],
+            [said("I read it.")],
+            [read_file(None)],
+            [read_file("a.py")],
+        ],
+        [[said("I read it."), read_file("a.py")], [said("I read it."), read_file("a.py")]],
+        [[read_file("a.py")], "I read", "I read it."],
+    ],
+)
+@pytest.mark.parametrize("chained", [True, False])
+def test_an_answer_whose_early_snapshots_are_there_is_read_once(
+    write: Write, snapshots: list[Any], chained: bool
+) -> None:
+    """A line for each block, or for all so far; each behind the one before, or all behind the question."""
+    asked = {
+        "sessionId": "s",
+        "type": "user",
+        "uuid": "u",
+        "parentUuid": None,
+        "message": {"role": "user", "content": "?"},
+    }
+    lines = [asked, asked]
+    for number, content in enumerate(snapshots):
+        message = {"id": "m", "role": "assistant", "content": content, "stop_reason": None}
+        parent = f"a{number - 1}" if number and chained else "u"
+        lines.append(
+            {"type": "assistant", "uuid": f"a{number}", "parentUuid": parent, "message": message, "requestId": "r"}
+        )
+    last = {"id": "n", "role": "assistant", "content": [said("Done.")], "stop_reason": "end_turn"}
+    error = last | {"id": "e", "model": "<synthetic>", "content": [said("API Error")]}
+    parent = f"a{len(snapshots) - 1}"
+    lines.append({"type": "assistant", "uuid": "e", "parentUuid": parent, "message": error, "isApiErrorMessage": True})
+    lines.append({"type": "assistant", "uuid": "l", "parentUuid": parent, "message": last})
+    first, second = read(write(*lines), Format.claude_code)
+    assert first.answer["content"] == "I read it."
+    [call] = first.answer["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"path": "a.py"}
+    assert list(second.messages) == [{"role": "user", "content": "?"}, first.answer]
+
+
 def test_a_long_session_is_read_once_and_not_once_for_each_answer(tmp_path: Path) -> None:
     def cost(turns: int) -> int:
         lines = [json.loads(line) for line in claude_code(tmp_path).read_text().splitlines()]
