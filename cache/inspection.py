@@ -1,14 +1,9 @@
-"""What a cache reports of itself: its figures, and the problems that a check of it finds."""
+"""What a cache reports of itself: its figures, and whether its indexes are sound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-from agentspec.errors import AgentSpecError
 
 if TYPE_CHECKING:
     from agentspec.cache.request import CachePool
@@ -69,27 +64,3 @@ def check_integrity(pool: CachePool) -> None:
             indexes = [partition.shared, *(session.index for session in partition.sessions)]
         for index in indexes:
             index.check_integrity()
-
-
-def problems_of(
-    folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None
-) -> list[str]:
-    """The problems found, one line each; empty for a sound cache. Read-only; other processes may use the folder.
-
-    The index that is checked holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not
-    checked if the database is damaged.
-    """
-    from agentspec.cache.storage.sequence_store import SequenceStore
-    from agentspec.cache.suffix_cache import SuffixCache
-
-    try:
-        progress("database")
-        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
-            if problems := list(store.problems()):
-                return problems
-        progress("index")
-        with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
-            cache.check_integrity()
-    except AgentSpecError as error:
-        return [str(error)]
-    return []

@@ -24,7 +24,7 @@ from agentspec.cli.recorded_files import (
     progress,
     recorded_calls,
 )
-from agentspec.errors import ConfigurationError, InvalidRequestError
+from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
 from agentspec.recordings.formats import Format
 from agentspec.recordings.redaction import Redaction
@@ -152,8 +152,6 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
     """
     from rich.console import Console
 
-    from agentspec.cache.inspection import problems_of
-
     settings = load(config)
     folder = folder_of(settings, path)
     with Console(stderr=True).status("starting") as status:
@@ -165,6 +163,30 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
         typer.echo("\n".join(problems) or f"ok: {shown(folder)}")
     if problems:
         raise typer.Exit(FAILED)
+
+
+def problems_of(
+    folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None
+) -> list[str]:
+    """The problems found, one line each; empty for a sound cache. Read-only; other processes may use the folder.
+
+    The index that is checked holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not
+    checked if the database is damaged.
+    """
+    from agentspec.cache import SuffixCache
+    from agentspec.cache.storage.sequence_store import SequenceStore
+
+    try:
+        progress("database")
+        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+            if problems := list(store.problems()):
+                return problems
+        progress("index")
+        with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
+            cache.check_integrity()
+    except AgentSpecError as error:
+        return [str(error)]
+    return []
 
 
 @app.command()
