@@ -125,18 +125,6 @@ def test_every_selector_finds_its_pods_and_every_port_by_name_is_there(manifests
             assert {port["targetPort"] for port in spec["ports"]} <= ports
 
 
-def test_pods_have_no_rights_that_they_do_not_need(manifests: list[Manifest]) -> None:
-    for kind, name in (("Deployment", "gateway"), ("StatefulSet", "vllm"), ("StatefulSet", "postgres")):
-        spec, container = pod(manifests, kind, name)
-        assert spec["securityContext"]["runAsNonRoot"] and spec["automountServiceAccountToken"] is False
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    vllm = pod(manifests, "StatefulSet", "vllm")[0]
-    [keys] = [one["secret"] for one in vllm["volumes"] if "secret" in one]
-    assert [item["key"] for item in keys["items"]] == ["postgres-password"]  # and no client's key
-
-
 def test_compose_mounts_what_its_configuration_names(compose: Manifest, deploy: Path, tmp_path: Path) -> None:
     settings = configured((deploy / "agentspec.toml").read_text(), tmp_path)
     services = compose["services"]

@@ -151,21 +151,6 @@ def test_text_to_sql(stage: Stage) -> None:
     assert stage.recorded == {"link", "write", "repair", "answer"}
 
 
-@pytest.mark.slow
-def test_text_to_sql_survives_what_a_model_may_write(stage: Stage) -> None:
-    written = ["DROP TABLE customers", "SELECT 1; DROP TABLE customers", "DELETE FROM orders", "```sql\n```", "With x"]
-    written.append("I would start with the highest price.")
-    written.append("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n")
-    asked = [f"case {number}" for number in range(len(written))]
-
-    def play(prompt: str) -> str:
-        return written[int(re.findall(r"case (\d)", prompt)[0])]
-
-    printed = stage.run("text_to_sql/agent.py", play, *asked)
-    assert printed.count("I found no answer.") == len(written) - 1  # the first half of the second is a query
-    assert printed.count("(no query)") == 5
-
-
 def market_model(prompt: str) -> str:
     if "Decide" not in prompt:
         return f"The {prompt.split()[4]} is fine."
@@ -205,25 +190,16 @@ def test_rag_agent(stage: Stage) -> None:
     assert set(steps(printed)) == {"draft", "check"} == stage.recorded
 
 
-AGENTS = ("text_to_sql/agent.py", "market_agents/agent.py", "time_series/agent.py", "rag_agent.py")
-MISTAKES = (
-    (("--base-url", "http://127.0.0.1:9/v1"), "(ConnectError): check its address"),
-    (("--base-url", "127.0.0.1:9/v1"), "must begin with http"),
-    (("--model", "nosuch"), "no model 'nosuch'. Give a built-in name"),
-    (("--record", "/nonexistent/calls.jsonl"), "name a file in a folder that exists"),
-)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("arguments", "said"),
     [
-        (AGENTS[0], *MISTAKES[0]),
-        *(pytest.param(name, *MISTAKES[0], marks=pytest.mark.long) for name in AGENTS[1:]),
-        *(pytest.param(AGENTS[0], *mistake, marks=pytest.mark.long) for mistake in MISTAKES[1:]),
+        (("--base-url", "http://127.0.0.1:9/v1"), "(ConnectError): check its address"),
+        (("--record", "/nonexistent/calls.jsonl"), "name a file in a folder that exists"),
     ],
 )
-def test_a_mistake_is_answered_in_a_line(repository: Path, name: str, arguments: tuple[str, ...], said: str) -> None:
-    done = process(repository, name, *arguments)
+def test_a_mistake_is_answered_in_a_line(repository: Path, arguments: tuple[str, ...], said: str) -> None:
+    done = process(repository, "text_to_sql/agent.py", *arguments)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 

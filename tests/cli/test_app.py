@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from agentspec.backends.model_store import BUILTIN
-
 COMMANDS = ["serve", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn"]
 
 
@@ -47,12 +45,6 @@ def test_a_missing_extra_says_how_to_install_it(program, monkeypatch):
     assert result.exit_code == 1 and "needs bm25s; in a checkout of agentspec, run: pip install '.[retrieval]'" in (
         result.stderr
     )
-
-
-def test_built_in_models_are_listed(program):
-    lines = program("model", "fetch").output.splitlines()
-    assert [line.split()[0] for line in lines] == list(BUILTIN)
-    assert all(" not fetched " in line for line in lines)
 
 
 @pytest.mark.model

@@ -49,7 +49,9 @@ WRITTEN: dict[str, tuple[ToolFormat, str]] = {
 
 
 class Writer(FakeBackend):
-    """Writes a text, a token for each character, and is cut off after `max_tokens`; "done" after a tool's result."""
+    """Writes a text, a token for each character, and is cut off after `most`; "done" after a tool's result."""
+
+    most = 0
 
     def __init__(self, format: ToolFormat, text: str) -> None:
         super().__init__()
@@ -59,11 +61,16 @@ class Writer(FakeBackend):
         last = (request.messages or [{}])[-1]
         text = "done" if last["role"] == "tool" else self.text
         parser = OutputParserSpec.of(with_extra(request), self.format, "never").parser()
-        said = text[: request.sampling.max_tokens]
+        said = text[: self.most]
         for character in said:
             yield parser.parse(Delta(text=character))
         ended: FinishReason = "length" if len(said) < len(text) else "stop"
         yield parser.parse(Delta(finish_reason=ended, usage=Usage(1, len(said))))
+
+
+def written(dialect: str) -> tuple[ChatAgentSpec, Writer]:
+    writer = Writer(*WRITTEN[dialect])
+    return ChatAgentSpec(model="m", runtime=Runtime(backends={"m": writer})), writer
 
 
 USUAL = ("hermes", "llama", "named")
@@ -72,11 +79,11 @@ DIALECTS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_cut_call_is_whole_or_invalid_in_langchain(dialect: str) -> None:
-    runtime, text = Runtime(backends={"m": Writer(*WRITTEN[dialect])}), WRITTEN[dialect][1]
-    ran: list[Any] = []
+    model, writer = written(dialect)
+    text, ran = writer.text, list[Any]()
+    bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
     for at in range(1, len(text) + 1):
-        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
-        bound = model.bind_tools([{"name": "erase", "description": "", "parameters": PARAMETERS}])
+        writer.most = at
         whole, [first, *rest] = bound.invoke("go"), [*bound.stream("go")]
         for call in whole.invalid_tool_calls:
             assert call["args"] and (ONE.startswith(call["args"]) or TWO.startswith(call["args"])) and call["error"]
@@ -97,12 +104,12 @@ def test_an_agent_runs_no_call_that_was_cut_off(streaming: bool) -> None:
         ran.append(("erase", {"at": at, "n": n}))
         return "erased"
 
-    runtime, text = Runtime(backends={"m": Writer(*WRITTEN["llama"])}), WRITTEN["llama"][1]
-    whole = [CALLS[0], ("erase", {"at": "/", "n": 0})]
+    model, writer = written("llama")
+    agent: Any = create_agent(model, [erase])
+    text, whole = writer.text, [CALLS[0], ("erase", {"at": "/", "n": 0})]
     for at in range(1, len(text) + 1):
         ran.clear()
-        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
-        agent: Any = create_agent(model, [erase])
+        writer.most = at
         if streaming:
             assert list(agent.stream({"messages": "go"}, stream_mode="messages"))
         else:
@@ -120,13 +127,15 @@ class Place(BaseModel):
 def test_structured_output_says_that_it_was_cut_off(method: Any) -> None:
     call, whole = f'<tool_call>{{"name": "Place", "arguments": {ONE}}}</tool_call>', Place(**CALLS[0][1])
     text = call if method == "function_calling" else ONE
-    runtime, found = Runtime(backends={"m": Writer(HERMES, text)}), list[Any]()
+    writer, found = Writer(HERMES, text), list[Any]()
+    model = ChatAgentSpec(model="m", runtime=Runtime(backends={"m": writer}))
+    chain = model.with_structured_output(Place, method=method)
     for at in range(1, len(text) + 1):
-        model = ChatAgentSpec(model="m", runtime=runtime, max_tokens=at)
+        writer.most = at
         found.clear()
-        for ask in (lambda chain: chain.invoke("go"), lambda chain: list(chain.stream("go"))[-1]):
+        for ask in (lambda: chain.invoke("go"), lambda: list(chain.stream("go"))[-1]):
             try:
-                found.append(ask(model.with_structured_output(Place, method=method)))
+                found.append(ask())
             except OutputParserException as error:
                 assert "cut off at max_tokens" in str(error), error
         assert found in ([], [whole, whole]), text[:at]

@@ -143,21 +143,6 @@ async def test_a_request_shares_nothing_with_another_nor_with_calls_outside() ->
     assert (retriever.stats.calls, retriever.stats.guesses) == (4, 0)
 
 
-async def test_documents_may_be_changed_by_whoever_gets_them() -> None:
-    retriever, inner = around()
-
-    async def change(documents: list[Document]) -> int:
-        documents[0].page_content = "changed"
-        return len(documents)
-
-    with retriever.request():
-        inner.documents = [Document("the cat", id="1", metadata={"seen": []})]
-        for _ in range(3):
-            assert await retriever.ahead("cat", change) == 1
-            inner.documents = [Document("the cat", id="1", metadata={"seen": []})]
-    assert (retriever.stats.guesses, retriever.stats.confirmed) == (2, 2)
-
-
 KNOWN = [
     base.Document("a", "the cat purrs", "Cats", {"page": 1}),
     base.Document("b", "the dog barks"),

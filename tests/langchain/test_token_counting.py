@@ -12,7 +12,6 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.tools import tool
 from pydantic import HttpUrl
 
-from agentspec.backends.base import Capabilities
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.background import call_sync
 from agentspec.errors import ConfigurationError, InvalidRequestError
@@ -115,13 +114,3 @@ def test_an_encoder_of_the_users_own_comes_first(server: Any) -> None:
     assert plain == len("System: be brief" + "Human: one two three" + "AI: four five" + "Human: six")
     assert model.get_num_tokens_from_messages(SAID, tools=[look]) > plain + len("Look at a place.")
     assert not server.bodies
-
-
-def test_a_backend_without_a_tokenizer() -> None:
-    class Mute:
-        capabilities = Capabilities()
-        generate = aclose = FakeBackend.aclose
-
-    model = ChatAgentSpec(model="mute", runtime=Runtime(backends={"mute": Mute()}))  # type: ignore[dict-item]
-    with pytest.raises(ConfigurationError, match="custom_get_token_ids"):
-        model.get_num_tokens("one")

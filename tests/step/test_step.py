@@ -296,19 +296,6 @@ def test_a_step_stands_below_static_and_class_methods() -> None:
         step("static")(staticmethod(len))
 
 
-def test_steps_inherit_what_they_leave_open() -> None:
-    @step("inner", priority=1, model="small")
-    def inner() -> StepPolicy:
-        return current_policy()
-
-    @step("outer", strategy="plain", priority=5, latency_ms_per_token=30, store=False)
-    def outer() -> StepPolicy:
-        return inner()
-
-    assert outer() == StepPolicy("plain", "small", 30, None, 1, False, None)
-    assert current_policy() == StepPolicy()
-
-
 @pytest.mark.parametrize("label", ["session", "workflow"])
 def test_a_label_that_is_no_text_is_refused(label: str) -> None:
     name: Any = uuid.uuid4()
