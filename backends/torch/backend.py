@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,15 +17,17 @@ from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
-from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
-from agentspec.backends.torch.engine.delivery import Choices, Inbox
+from agentspec.backends.torch.engine.choices import Choices
+from agentspec.backends.torch.engine.compute_thread import compute_thread
+from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
+from agentspec.backends.torch.engine.tasks import Tasks, computed, on_own_thread
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.stepwise import TorchSession, VectorScan, computed, require_one_answer, states_of
+from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import (
     AnswerReader,
@@ -131,23 +132,64 @@ class TorchBackend(ModelTokens):
             context_length=self.context_length,
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Yield the answer step by step; closing the iterator cancels the request.
 
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `EngineError` when
         this request fails, `EngineStoppedError` once the device failed, and `ShuttingDownError` when the engine is
         closed.
         """
+        return self._answers(request)
+
+    def continue_answer(
+        self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
+    ) -> AsyncGenerator[Delta]:
+        """Yield up to `max_tokens` tokens more of the `answer` so far to `request`, whose prompt reads `prompt`.
+
+        The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
+        """
+        return self._answers(request, prompt, answer)
+
+    async def _answers(
+        self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
+    ) -> AsyncGenerator[Delta]:
+        """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         self._engine.require_running()
-        watch = self._watch_of(request)
-        choices, parser_spec = await self._prepared(request)
-        async with aclosing(self._answers(choices)) as deltas:
-            parsers = [parser_spec.parser() for _ in choices]
-            async for delta in deltas:
-                parsed = parsers[delta.index].parse(delta)
-                if watch is not None:
-                    watch(parsed)
-                yield parsed
+        watch = self._watch_of(request) if prompt is None else None
+        requests, parser_spec = await self._prepared(request, prompt=prompt, answer=answer)
+        if prompt is not None:
+            requests = requests[:1]
+        parsers = [parser_spec.parser() for _ in requests] if prompt is None else ()
+        inbox, choices = Inbox(), Choices(len(requests)) if len(requests) > 1 else None
+        for one in requests:
+            one.deliver = partial(self._deliver, inbox, one)
+        try:
+            self._engine.submit(requests[0])
+            waiting, done = requests[1:], False  # until the first choice has read the prompt and left its KV slots
+            while not done:
+                for one, delta in await inbox.get():
+                    if isinstance(delta, Exception):
+                        raise delta
+                    if choices is None:
+                        done = delta.finish_reason is not None
+                    else:
+                        for other in waiting:
+                            self._engine.submit(other)
+                        waiting = []
+                        delta = choices.add(delta, one.constraints.choice)
+                        done = choices.done
+                    if parsers:
+                        delta = parsers[delta.index].parse(delta)
+                    if watch is not None:
+                        watch(delta)
+                    yield delta
+        finally:
+            for one in requests:
+                self._engine.cancel(one)
+
+    def _deliver(self, inbox: Inbox, request: EngineRequest, item: Delta | Exception) -> None:
+        if not inbox.put(request, item):  # the loop is closed: no client reads the answer any more
+            self._engine.cancel(request)
 
     def _watch_of(self, request: GenerateRequest) -> Callable[[Delta], None] | None:
         """What is to be called with each delta of the answer, so that the turn after its tool calls is read ahead."""
@@ -164,30 +206,6 @@ class TorchBackend(ModelTokens):
         ending = self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True)
         spec, shown = self._structured_outputs.reading(request, ending)
         return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
-
-    async def _answers(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Delta]:
-        """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
-        inbox, choices = Inbox(), Choices(len(requests))
-        for request in requests:
-            request.deliver = partial(self._deliver, inbox, request)
-        self._engine.submit(requests[0])
-        waiting = requests[1:]  # until the first choice has read the prompt and left its KV slots
-        try:
-            while not choices.done:
-                for request, item in await inbox.get():
-                    if isinstance(item, Exception):
-                        raise item
-                    for other in waiting:
-                        self._engine.submit(other)
-                    waiting = ()
-                    yield choices.add(item, request.constraints.choice)
-        finally:
-            for request in requests:
-                self._engine.cancel(request)
-
-    def _deliver(self, inbox: Inbox, request: EngineRequest, item: Delta | Exception) -> None:
-        if not inbox.put(request, item):  # the loop is closed: no client reads the answer any more
-            self._engine.cancel(request)
 
     async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
         """Store `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""

@@ -17,7 +17,8 @@ from transformers import AutoModel
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
 from agentspec.backends.settings import EncoderSettings
-from agentspec.backends.torch.engine.compute_thread import Tasks, compute_thread, on_own_thread
+from agentspec.backends.torch.engine.compute_thread import compute_thread
+from agentspec.backends.torch.engine.tasks import Tasks, on_own_thread
 from agentspec.backends.torch.loader import choose_device, choose_kernels, quiet
 from agentspec.backends.torch.text.model_text import read_tokenizer
 from agentspec.errors import InvalidRequestError, ModelUnavailableError

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.base import Floats
-from agentspec.backends.torch.engine.compute_thread import Tasks
 from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest, prompt_of
+from agentspec.backends.torch.engine.tasks import Tasks, computed
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
@@ -26,16 +24,11 @@ from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.structured_output import OutputParser
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import (
-    AgentSpecError,
     ContextLengthError,
-    EngineError,
     InvalidRequestError,
     OverloadedError,
 )
-from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta, GenerateRequest, Usage
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CHUNK = 256  # prompt tokens read in one forward
@@ -192,19 +185,6 @@ class TorchSession:
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await computed(self._tasks, function)
-
-
-async def computed(tasks: Tasks, function: Callable[[], T]) -> T:
-    """Run `function` in the computing thread and return its result. Raises its `AgentSpecError`s as they are, and
-    `EngineError` for any other exception.
-    """
-    try:
-        return await asyncio.wrap_future(tasks.submit(function))
-    except AgentSpecError:
-        raise
-    except Exception as error:
-        logger.error("the engine failed on a step: %s", error_location(error))
-        raise EngineError("the engine failed on this request") from error
 
 
 def states_of(target: TargetModel, texts: Sequence[Sequence[int]], lend: Lend) -> list[Floats]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
-from agentspec.backends.torch.drafters.cheap import merge
+from agentspec.backends.torch.drafters.combined import merge
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.target import TargetModel

@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-from agentspec.backends.torch.model.device import is_device_error
-from agentspec.errors import AgentSpecError, EngineStoppedError, ShuttingDownError
-
-T = TypeVar("T")
+from agentspec.errors import EngineStoppedError
 
 QUIET_SECONDS = 0.02  # without work before idle workers get a turn: between two forwards of one answer is less
-
-
-def on_own_thread(function: Callable[[], T]) -> T:
-    """Run `function` on a thread of its own, which then ends, and return its result or raise its exception.
-
-    The thread's OpenMP workers end with it. If two pools shared the same cores, libgomp would put idle workers to sleep
-    at once, and every forward of the engine would wait for hundreds of wake-ups: a third slower on two cores.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="agentspec-load")
-    thread.start()
-    thread.join()
-    return outcome.result()
 
 
 class Worker(Protocol):
@@ -63,8 +37,8 @@ class Worker(Protocol):
 class ComputeThread:
     """One thread that gives its workers a turn each, and ends once it has no workers.
 
-    Engines with a thread each would slow each other down (see `on_own_thread`). Spare work gets one turn at a time, and
-    only while no worker has been ready for `QUIET_SECONDS`.
+    Engines with a thread each would slow each other down (see `tasks.on_own_thread`). Spare work gets one turn at a
+    time, and only while no worker has been ready for `QUIET_SECONDS`.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,78 +102,6 @@ class ComputeThread:
                 self._changed.wait(None if spare is None else left)
             self._thread = None
             return []
-
-
-class Tasks:
-    """Runs calls submitted by any thread in a computing thread: in order, one a turn, between its engines' turns.
-
-    `device_failed` gets an error that shows that the device failed (default: all workers of the thread fail).
-    """
-
-    def __init__(self, thread: ComputeThread, device_failed: Callable[[BaseException], None] | None = None) -> None:
-        self._thread = thread
-        self._device_failed = device_failed or thread.fail
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._lock = threading.Lock()
-        self._added = self._closed = False
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Queue `function`; the future gets its result or exception, and can be cancelled until the call starts.
-
-        Raises `ShuttingDownError` after `close`.
-        """
-        future: Future[T] = Future()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDownError("the model is shutting down")
-            self._calls.append((future, function))
-            if not self._added:
-                self._added = True
-                self._thread.add(self)
-        self._thread.wake()
-        return future
-
-    def close(self) -> None:
-        """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
-        self._close(ShuttingDownError("the model was shut down"))
-
-    def fail(self, error: BaseException) -> None:
-        """Fail all waiting calls because the device failed, and refuse further ones."""
-        self._close(stopped_by(error))
-
-    def _close(self, error: AgentSpecError) -> None:
-        with self._lock:
-            if self._added and not self._closed:
-                self._thread.remove(self)
-            self._closed = True
-            waiting, self._calls = self._calls, deque()
-        for future, _ in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    spare = False
-
-    @property
-    def ready(self) -> bool:
-        return bool(self._calls)
-
-    def turn(self) -> None:
-        """Run the next call. Only the computing thread may call this."""
-        try:
-            future, function = self._calls.popleft()
-        except IndexError:  # `close` has emptied the queue meanwhile
-            return
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-            if is_device_error(error):
-                self._device_failed(error)
-        finally:
-            # The error's traceback keeps this frame: with these it would keep itself, and what the call holds.
-            del future, function
 
 
 def stopped_by(cause: BaseException) -> EngineStoppedError:

@@ -22,7 +22,7 @@ from agentspec.cache.deletion import Reach
 from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
-from agentspec.types import Delta, GenerateRequest
+from agentspec.types import Delta
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +60,6 @@ class Engine:
         self.scheduler.add(request)
         self._thread.wake()
 
-    def read_ahead(self, request: GenerateRequest, tokens: list[int], deletions: int) -> None:
-        """Read `tokens`, which begin the prompt that is expected after `request`, into slots that it will find, while
-        there is nothing else to do on the device. Any thread may call this: see `Scheduler.expect`.
-        """
-        original = GenerateRequest(
-            request.model, token_ids=tokens, tenant=request.tenant, labels=request.labels, speculation=False
-        )
-        guess = EngineRequest(original, tokens, 1, frozenset(), None, deliver=lambda item: None, guess=True)
-        if self.scheduler.expect(guess, deletions):
-            self._thread.wake()
-
     def forget(self, reach: Reach) -> None:
         """Reuse nothing any more of what a deletion covers: neither KV slots nor what is read ahead.
 
@@ -92,7 +81,8 @@ class Engine:
         call this, and any thread the function returned, which gives them back. Raises as `KVBudget.lend`.
         """
         scheduler = self.scheduler
-        scheduler.pause_guess()
+        if scheduler.guesses is not None:
+            scheduler.guesses.pause()
         give_back = scheduler.kv_budget.lend(slots, scheduler.active)
         scheduler.prefix_cache.shrink(scheduler.kv_budget.idle_bytes(scheduler.active))
 
@@ -101,6 +91,10 @@ class Engine:
             self._thread.wake()
 
         return end
+
+    def wake(self) -> None:
+        """Let the computing thread look for work."""
+        self._thread.wake()
 
     def require_running(self) -> None:
         """Raise `EngineStoppedError` once the device failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -12,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentspec.backends.torch.engine.prefix_cache import common_prefix
+from agentspec.backends.torch.engine.prefix_cache import SHORTEST, common_prefix
+from agentspec.backends.torch.engine.scheduler import ScheduledSequence, Scheduler
+from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.cache.deletion import Reach
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.responses import Accumulator
+from agentspec.speculation.governor import CHUNKS
 from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Delta, GenerateRequest, Message
 
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GUESS_SECONDS = 0.05  # what comes while an expected prompt is read waits no longer, if a smaller chunk is that fast
+MOST_EXPECTED = 32
+BOUNDARY = 2  # tokens at the end of an expected prompt that the text behind may change
 WAITS = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)  # seconds between looks at an engine that is busy
 UNKNOWN = ("0", "x")  # two texts without a common beginning
 
@@ -61,6 +69,97 @@ def after_calls(request: GenerateRequest, answer: Accumulator) -> GenerateReques
     return replace(request, messages=[*request.messages, said])
 
 
+class Guesses:
+    """The prompts that one engine's callers are expected to send, each as a request that is only read.
+
+    Any thread may call `expect`. The scheduler calls the rest: `startable`, `drop`, `next` and `forget` with its lock
+    held, the others in the computing thread.
+    """
+
+    def __init__(self, scheduler: Scheduler, context: EngineContext) -> None:
+        self._scheduler, self._context = scheduler, context
+        self._expected: list[EngineRequest] = []  # the next one first
+
+    def expect(self, guess: EngineRequest, deletions: int) -> bool:
+        """Queue a prompt to be read in idle time. False if its slots could not be stored, or no request could go on
+        behind it, or if something was deleted since there were `deletions`. Of more than `MOST_EXPECTED` the oldest
+        goes of the tenant that has most.
+        """
+        scheduler = self._scheduler
+        fits = SHORTEST <= len(guess.prompt) < self._context.target.context_length
+        budget = scheduler.kv_budget
+        if not (fits and scheduler.keeps_prefixes and budget.needed(guess) <= budget.limit):
+            return False
+        with scheduler.lock:
+            if scheduler.closed or deletions != scheduler.deletions:
+                return False
+            self._expected.append(guess)
+            if len(self._expected) > MOST_EXPECTED:
+                queued = Counter(one.tenant for one in self._expected)
+                most = max(queued.values())
+                self._expected.remove(next(one for one in self._expected if queued[one.tenant] == most))
+            return True
+
+    @property
+    def startable(self) -> bool:
+        """Whether the next one can be read now."""
+        return bool(self._expected) and self._scheduler.has_room(self._expected[0])
+
+    def drop(self, request: EngineRequest) -> None:
+        """Expect `request`, which has arrived, no more. The text behind a guess may have changed its last tokens."""
+        self._expected = [guess for guess in self._expected if not _begins(guess, request)]
+
+    def forget(self, reach: Reach) -> None:
+        """Drop what may derive from deleted text."""
+        self._expected = [guess for guess in self._expected if not reach.concerns(guess.tenant)]
+
+    def next(self) -> EngineRequest | None:
+        """The next one that is to be read while nothing runs; None if there is none that has to be."""
+        while not self._scheduler.active and self.startable:
+            guess = self._expected.pop(0)
+            known = self._scheduler.prefix_cache.known(guess.tenant, np.asarray(guess.prompt, dtype=np.int64))
+            if len(guess.prompt) - known >= SHORTEST:
+                return guess
+        return None
+
+    def step(self) -> ScheduledSequence | None:
+        """The step of the guess that is active, if one is: it is read alone, without a draw, in the largest chunk that
+        is brief enough for what may come meanwhile.
+        """
+        sequence = next((one for one in self._scheduler.active if one.request.guess), None)
+        if sequence is None:
+            return None
+        past, seconds = sequence.kv_cache.length, self._context.governor.cost.seconds
+        size = next((size for size in CHUNKS if seconds(size, past) <= GUESS_SECONDS), CHUNKS[-1])
+        return ScheduledSequence(sequence, min(size, sequence.num_uncomputed), draws=False)
+
+    def pause(self) -> None:
+        """Make room for other work: what was read of a guess is stored, and the rest is read later."""
+        scheduler = self._scheduler
+        for sequence in [one for one in scheduler.active if one.request.guess]:
+            deletions = scheduler.deletions
+            scheduler.remove(sequence, clean=True)
+            with scheduler.lock:
+                if deletions == scheduler.deletions and not sequence.request.forgotten:
+                    self._expected.insert(0, sequence.request)
+
+    def count(self, sequence: Sequence) -> None:
+        """Count what was computed for a guess that is removed."""
+        prefills = self._context.counters.prefills
+        prefills["launched"] += sequence.finished
+        prefills["tokens"] += sequence.kv_cache.length - sequence.reused
+
+    def claim(self, request: EngineRequest) -> None:
+        """Count that `request` found slots that were read ahead, if it did."""
+        used = self._scheduler.prefix_cache.claim(request.tenant, request.prompt)
+        self._context.counters.prefills["used"] += used
+
+
+def _begins(guess: EngineRequest, request: EngineRequest) -> bool:
+    end = len(guess.prompt) - BOUNDARY
+    return guess.tenant == request.tenant and guess.prompt[:end] == request.prompt[:end]
+
+
 class NextTurns:
     """The next turns of one backend's callers. `off_the_loop` runs work on a request's prompt in a thread."""
 
@@ -71,6 +170,8 @@ class NextTurns:
         off_the_loop: Callable[[GenerateRequest, Callable[[], list[int]]], Awaitable[list[int]]],
     ) -> None:
         self._engine, self._tokenizer, self._off_the_loop = engine, tokenizer, off_the_loop
+        scheduler = engine.scheduler
+        self._guesses = scheduler.guesses = scheduler.guesses or Guesses(scheduler, engine.context)
         self._waiting: dict[str, asyncio.Task[None]] = {}  # by the id of the first call that has no result yet
 
     def watch(self, request: GenerateRequest) -> Callable[[Delta], None]:
@@ -117,8 +218,17 @@ class NextTurns:
         try:
             if deletions == scheduler.deletions:
                 tokens = await self._off_the_loop(request, partial(known_prompt, self._tokenizer, request))
-                self._engine.read_ahead(request, tokens, deletions)
+                self._read_ahead(request, tokens, deletions)
         except InvalidRequestError:  # a template without tools' results: the caller will send something else
             pass
         except Exception as error:
             logger.warning("the next turn is not read ahead: %s", safe_message(error))
+
+    def _read_ahead(self, request: GenerateRequest, tokens: list[int], deletions: int) -> None:
+        """Have `tokens`, which begin the prompt that follows `request`, read into slots that it will find."""
+        original = GenerateRequest(
+            request.model, token_ids=tokens, tenant=request.tenant, labels=request.labels, speculation=False
+        )
+        guess = EngineRequest(original, tokens, 1, frozenset(), None, deliver=lambda item: None, guess=True)
+        if self._guesses.expect(guess, deletions):
+            self._engine.wake()

@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 from bisect import insort_right
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine.kv_budget import budget_of, release
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
+from agentspec.backends.torch.engine.device_memory import budget_of, release
+from agentspec.backends.torch.engine.prefix_cache import PrefixCache
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEstimate
 from agentspec.backends.torch.model.batch import BatchItem
@@ -24,15 +23,13 @@ from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.cache.deletion import Reach
 from agentspec.errors import ShuttingDownError
-from agentspec.speculation.governor import CHUNKS
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from agentspec.backends.torch.engine.prefill import Guesses
 
-GUESS_SECONDS = 0.05  # what comes while an expected prompt is read waits no longer, if a smaller chunk is that fast
-MOST_EXPECTED = 32
-BOUNDARY = 2  # tokens at the end of an expected prompt that the text behind may change
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +74,6 @@ class ScheduledSequence:
 def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[ScheduledSequence]:
     """The sequences that decode first, then prompt chunks in order, within the step's token budget."""
     ready = list(active)
-    if ready and ready[0].request.guess:
-        return [_guess_step(ready[0], context)]
     scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
     targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
     budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
@@ -91,13 +86,6 @@ def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[Schedu
     return scheduled
 
 
-def _guess_step(sequence: Sequence, context: EngineContext) -> ScheduledSequence:
-    """The largest chunk that is brief enough for what may come meanwhile. A guess is read alone, without a draw."""
-    past, seconds = sequence.kv_cache.length, context.governor.cost.seconds
-    size = next((size for size in CHUNKS if seconds(size, past) <= GUESS_SECONDS), CHUNKS[-1])
-    return ScheduledSequence(sequence, min(size, sequence.num_uncomputed), draws=False)
-
-
 def kv_length(scheduled: Iterable[ScheduledSequence]) -> int:
     """The number of committed KV slots that the tokens of a step attend to."""
     return sum(each.sequence.kv_cache.length for each in scheduled)
@@ -108,10 +96,10 @@ class Scheduler:
 
     At most `max_active` sequences are computed. Of the requests that wait, the ones with a lower priority number go
     first, and among equals those that came first; the first one begins once all slots that it may need are free, so
-    that what runs always ends. While nothing runs or waits, one of the prompts that are expected is read; it pauses for
+    that what runs always ends. While nothing runs or waits, an expected prompt (of `guesses`) is read, which pauses for
     any other work. Without `keeps_prefixes` no slots are stored from one request to the next.
-    Any thread may call `add`, `expect`, `cancel` and `mark_forgotten` and read the counts; all else belongs to the
-    computing thread.
+    Any thread may call `add`, `cancel` and `mark_forgotten` and read the counts; all else belongs to the computing
+    thread.
     """
 
     def __init__(self, context: EngineContext, settings: TorchSettings, *, keeps_prefixes: bool = True) -> None:
@@ -122,12 +110,12 @@ class Scheduler:
         self.prefix_cache = PrefixCache()
         self.closed = False
         self._context = context
-        self._max_active, self._keeps_prefixes = settings.max_active, keeps_prefixes
+        self._max_active, self.keeps_prefixes = settings.max_active, keeps_prefixes
         self._waiting: list[EngineRequest] = []  # the next one first
-        self._expected: list[EngineRequest] = []  # guesses, likewise
+        self.guesses: Guesses | None = None  # of the prompts that are expected, once there are any
         self.deletions = 0  # calls of `mark_forgotten`
         self._unfinished: set[EngineRequest] = set()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     @property
     def num_waiting(self) -> int:
@@ -136,18 +124,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do. While the next request needs slots that are lent, it has not."""
-        with self._lock:
+        with self.lock:
             if self.active and not self.active[0].request.guess:
                 return True
-            return bool(self._waiting) and (bool(self.active) or self._has_room(self._waiting[0]))
+            return bool(self._waiting) and (bool(self.active) or self.has_room(self._waiting[0]))
 
     @property
     def has_guess(self) -> bool:
         """Whether an expected prompt can be read now."""
-        with self._lock:
-            return not self._waiting and (
-                bool(self.active) or (bool(self._expected) and self._has_room(self._expected[0]))
-            )
+        with self.lock:
+            return self.guesses is not None and not self._waiting and (bool(self.active) or self.guesses.startable)
 
     @property
     def idle(self) -> bool:
@@ -164,37 +150,20 @@ class Scheduler:
         `ShuttingDownError` after the engine was closed.
         """
         self.kv_budget.check(request)
-        with self._lock:
+        with self.lock:
             if self.closed:
                 raise ShuttingDownError("the engine is shutting down")
             self._unfinished.add(request)
             insort_right(self._waiting, request, key=lambda one: one.original.priority)
             self._context.counters.requests += 1
-            self._expected = [guess for guess in self._expected if not _begins(guess, request)]
-
-    def expect(self, guess: EngineRequest, deletions: int) -> bool:
-        """Queue a prompt to be read in idle time. False if its slots could not be stored, or no request could go on
-        behind it, or if something was deleted since there were `deletions`. Of more than `MOST_EXPECTED` the oldest
-        goes of the tenant that has most.
-        """
-        fits = SHORTEST <= len(guess.prompt) < self._context.target.context_length
-        if not (fits and self._keeps_prefixes and self.kv_budget.needed(guess) <= self.kv_budget.limit):
-            return False
-        with self._lock:
-            if self.closed or deletions != self.deletions:
-                return False
-            self._expected.append(guess)
-            if len(self._expected) > MOST_EXPECTED:
-                queued = Counter(one.tenant for one in self._expected)
-                most = max(queued.values())
-                self._expected.remove(next(one for one in self._expected if queued[one.tenant] == most))
-            return True
+            if self.guesses is not None:
+                self.guesses.drop(request)
 
     def cancel(self, request: EngineRequest) -> bool:
         """Give a request's place in the queue to others now. Its work ends, and its KV slots are free, before the next
         step (`remove_cancelled`). Returns False if it has finished.
         """
-        with self._lock:
+        with self.lock:
             if request not in self._unfinished:
                 return False
             request.cancelled = True
@@ -208,37 +177,27 @@ class Scheduler:
         """Admit the requests that fit, and plan the next step. `start` opens the sequence of a request, with KV slots
         from `allocate`; it returns None if that failed.
         """
-        if self._waiting:
-            self.pause_guess()
+        if self._waiting and self.guesses is not None:
+            self.guesses.pause()
         while (request := self._next()) is not None:
             if (sequence := start(request)) is not None:
                 self.active.append(sequence)
         self.prefix_cache.shrink(self.kv_budget.idle_bytes(self.active))
-        return plan_step(self.active, self._context)
+        reading = None if self.guesses is None else self.guesses.step()
+        return plan_step(self.active, self._context) if reading is None else [reading]
 
     def _next(self) -> EngineRequest | None:
         """Return the next request if there is a slot and memory for it; else None."""
-        with self._lock:
+        with self.lock:
             if self._waiting:
-                return self._waiting.pop(0) if self._has_room(self._waiting[0]) else None
-            while self._expected and not self.active and self._has_room(self._expected[0]):
-                guess = self._expected.pop(0)
-                known = self.prefix_cache.known(guess.tenant, np.asarray(guess.prompt, dtype=np.int64))
-                if len(guess.prompt) - known >= SHORTEST:
-                    self._unfinished.add(guess)
-                    return guess
-            return None
+                return self._waiting.pop(0) if self.has_room(self._waiting[0]) else None
+            guess = None if self.guesses is None else self.guesses.next()
+            if guess is not None:
+                self._unfinished.add(guess)
+            return guess
 
-    def pause_guess(self) -> None:
-        """Make room for other work: what was read of an expected prompt is stored, and the rest is read later."""
-        for sequence in [one for one in self.active if one.request.guess]:
-            deletions = self.deletions
-            self.remove(sequence, clean=True)
-            with self._lock:
-                if deletions == self.deletions and not sequence.request.forgotten:
-                    self._expected.insert(0, sequence.request)
-
-    def _has_room(self, request: EngineRequest) -> bool:
+    def has_room(self, request: EngineRequest) -> bool:
+        """Whether a request may begin now."""
         slots = self.kv_budget.needed(request)
         return len(self.active) < self._max_active and self.kv_budget.fits(slots, self.active)
 
@@ -249,10 +208,9 @@ class Scheduler:
         capacity = self.kv_budget.needed(request)
         found = self.reusable(request.tenant, request.prompt[:-1], capacity, reserved_slots=capacity)
         if found is not None and not request.guess:
-            counters = self._context.counters
-            counters.reused_tokens += found.length
-            if counters.prefills["launched"]:
-                counters.prefills["used"] += self.prefix_cache.claim(request.tenant, request.prompt)
+            self._context.counters.reused_tokens += found.length
+            if self.guesses is not None:
+                self.guesses.claim(request)
         return found or self._context.target.new_cache(capacity)
 
     def reusable(self, tenant: str, tokens: list[int], capacity: int, reserved_slots: int = 0) -> SequenceCache | None:
@@ -277,10 +235,8 @@ class Scheduler:
         if sequence in self.active:
             self.active.remove(sequence)
         self.forget(sequence.request)
-        if sequence.request.guess:
-            prefills = self._context.counters.prefills
-            prefills["launched"] += sequence.finished
-            prefills["tokens"] += sequence.kv_cache.length - sequence.reused
+        if self.guesses is not None and sequence.request.guess:
+            self.guesses.count(sequence)
         try:
             sequence.close(clean=clean)
         except Exception as error:
@@ -292,7 +248,7 @@ class Scheduler:
         """Drop all sequences of a step that failed as a whole, and return their requests. If none ran, drop those that
         wait, since the next step would fail like this one.
         """
-        with self._lock:
+        with self.lock:
             running = [request for request in self._unfinished if request not in self._waiting]
             if not running:
                 running = [*self._waiting]
@@ -309,14 +265,15 @@ class Scheduler:
 
     def forget(self, request: EngineRequest) -> None:
         """Stop tracking a request that has finished or never started."""
-        with self._lock:
+        with self.lock:
             self._unfinished.discard(request)
 
     def mark_forgotten(self, reach: Reach) -> None:
         """Keep nothing of the open requests that a deletion covers. Any thread may call this."""
-        with self._lock:
+        with self.lock:
             self.deletions += 1
-            self._expected = [guess for guess in self._expected if not reach.concerns(guess.tenant)]
+            if self.guesses is not None:
+                self.guesses.forget(reach)
             for request in self._unfinished:
                 session = request.original.labels.session
                 covered = reach.covers(request.tenant, session, time.time())  # a guess may derive from any text
@@ -332,7 +289,7 @@ class Scheduler:
         first tokens.
         """
         cache, request = sequence.kv_cache, sequence.request
-        if not self._keeps_prefixes or not request.original.store or request.forgotten:
+        if not self.keeps_prefixes or not request.original.store or request.forgotten:
             return
         tokens = sequence.tokens[: cache.length if length is None else length]
         left = self.kv_budget.idle_bytes(self.active)
@@ -353,20 +310,14 @@ class Scheduler:
 
     def clear(self) -> list[EngineRequest]:
         """Close the scheduler, free everything and return the requests that were neither finished nor cancelled."""
-        with self._lock:
+        with self.lock:
             self.closed = True
             unfinished = [request for request in self._unfinished if not request.cancelled]
             self._waiting.clear()
-            self._expected.clear()
+            self.guesses = None
             self._unfinished.clear()
         for sequence in [*self.active]:
             self.remove(sequence, clean=False)
         self.prefix_cache.clear()
         release(self.kv_budget)
         return unfinished
-
-
-def _begins(guess: EngineRequest, request: EngineRequest) -> bool:
-    """Whether the request is the one that was expected. The text behind may have changed the last tokens."""
-    end = len(guess.prompt) - BOUNDARY
-    return guess.tenant == request.tenant and guess.prompt[:end] == request.prompt[:end]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from agentspec.backends.torch.drafters.base import Drafter
-from agentspec.backends.torch.drafters.cheap import ConstrainedDrafter, DrafterFactory, PredictionDrafter
+from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.combined import ConstrainedDrafter, PredictionDrafter
 from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate, accept_path

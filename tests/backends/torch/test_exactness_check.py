@@ -80,7 +80,7 @@ async def test_prompts_of_the_default_model(count: int) -> None:
         pairs = zip(load_prompts("edit_short"), load_prompts("control"), strict=False)
         prompts = [text for pair in pairs for text in pair]
         encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        ways = (SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.8, max_tokens=12, seed=1))
+        ways = (SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, max_tokens=6, seed=1))
         questions = [ExactnessCase(prompt, ways[number // 2 % 2]) for number, prompt in enumerate(encoded[:count])]
         found = await check_exactness(backend, questions, lambda line: None)
         await backend.aclose()

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters.base import Drafter, make_draft
-from agentspec.backends.torch.drafters.cheap import (
-    ConstrainedDrafter,
-    PredictionDrafter,
-    merge,
-)
+from agentspec.backends.torch.drafters.combined import ConstrainedDrafter, PredictionDrafter, merge
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.types import Draft, Source
 

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.delivery import Choices, join_deltas, joined
+from agentspec.backends.torch.engine.choices import Choices
+from agentspec.backends.torch.engine.delivery import join_deltas, joined
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 

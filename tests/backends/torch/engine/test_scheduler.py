@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine import kv_budget
-from agentspec.backends.torch.engine.kv_budget import DEFAULT_BYTES, KVBudget, available, budget_of, promise, release
-from agentspec.backends.torch.engine.scheduler import MOST_EXPECTED, Scheduler
+from agentspec.backends.torch.engine import device_memory
+from agentspec.backends.torch.engine.device_memory import DEFAULT_BYTES, available, budget_of, promise, release
+from agentspec.backends.torch.engine.kv_budget import ROOM, KVBudget
+from agentspec.backends.torch.engine.prefill import MOST_EXPECTED, Guesses
+from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.cache.deletion import Reach, select
@@ -35,7 +37,13 @@ def request_of(prompt: list[int] = PROMPT, *, max_tokens: int = 8, **params: Any
 
 @pytest.fixture
 def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
-    return lambda **settings: Scheduler(EngineContext(lab.target, lab.tokenizer), TorchSettings(**settings))
+    def make(**settings: Any) -> Scheduler:
+        context = EngineContext(lab.target, lab.tokenizer)
+        scheduler = Scheduler(context, TorchSettings(**settings))
+        scheduler.guesses = Guesses(scheduler, context)
+        return scheduler
+
+    return make
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def opened(lab: Any, scripted_session: Any) -> Callable[[EngineRequest], EngineS
     context = EngineContext(lab.target, lab.tokenizer)
 
     def open_sequence(request: EngineRequest, cache: Any = None) -> EngineSequence:
-        cache = cache or lab.target.new_cache(len(request.prompt) + request.max_tokens + kv_budget.ROOM)
+        cache = cache or lab.target.new_cache(len(request.prompt) + request.max_tokens + ROOM)
         return EngineSequence(request, context, cache, scripted_session(request.prompt))
 
     return open_sequence
@@ -133,7 +141,7 @@ def read(lab: Any, scheduler: Scheduler, opened: Any) -> list[int]:
 def test_an_expected_prompt_is_read_in_idle_time_and_found(lab: Any, scheduler_of: Any, opened: Any) -> None:
     """It pauses for a request, goes on where it stood, and ends where the request that was expected comes."""
     scheduler, known = scheduler_of(), [n * 3 % 200 for n in range(500)]
-    assert scheduler.expect(guess_of(known[:400]), 0) and not scheduler.has_work and scheduler.has_guess
+    assert scheduler.guesses.expect(guess_of(known[:400]), 0) and not scheduler.has_work and scheduler.has_guess
     chunk = len(read(lab, scheduler, opened))
     assert chunk in CHUNKS and not scheduler.has_work and not scheduler.idle
     scheduler.add(request_of())
@@ -149,7 +157,7 @@ def test_an_expected_prompt_is_read_in_idle_time_and_found(lab: Any, scheduler_o
     for tenant, used in (("b", 0), ("a", 1), ("a", 1)):
         found = scheduler.allocate(request_of([*known[:398], 1, 2, 3], tenant=tenant))
         assert (found.length, prefills["used"]) == (398 if used else 0, used)
-    assert scheduler.expect(guess_of(known), 0)
+    assert scheduler.guesses.expect(guess_of(known), 0)
     scheduler.add(request_of([*known[:498], 9], tenant="a"))
     scheduler.clear()
     assert not scheduler.has_guess and scheduler.prefix_cache.nbytes == 0
@@ -162,14 +170,16 @@ def test_what_is_expected_is_forgotten_with_its_tenants_text(
 ) -> None:
     scheduler = scheduler_of()
     gone = Reach(select(session="s").scope, lambda tenant: Namespace(tenant, "model"))
-    assert scheduler.expect(guess_of([*range(200)] * 2), 0)
+    assert scheduler.guesses.expect(guess_of([*range(200)] * 2), 0)
     if reading:
         read(lab, scheduler, opened)
     scheduler.mark_forgotten(gone)
     scheduler.prefix_cache.forget(gone)
-    scheduler.pause_guess()
+    scheduler.guesses.pause()
     assert (
-        not scheduler.has_guess and not scheduler.expect(guess_of(PROMPT), 0) and scheduler.expect(guess_of(PROMPT), 1)
+        not scheduler.has_guess
+        and not scheduler.guesses.expect(guess_of(PROMPT), 0)
+        and scheduler.guesses.expect(guess_of(PROMPT), 1)
     )
     scheduler.prefix_cache.shrink(None)
     assert scheduler.prefix_cache.nbytes == 0 and scheduler.kv_slots == 0
@@ -178,8 +188,8 @@ def test_what_is_expected_is_forgotten_with_its_tenants_text(
 def test_a_tenant_that_expects_much_takes_nothing_from_another(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of()
     for n in range(2 * MOST_EXPECTED):
-        assert scheduler.expect(guess_of([n, *PROMPT]), 0)
-        assert n or scheduler.expect(guess_of(PROMPT, "b"), 0)
+        assert scheduler.guesses.expect(guess_of([n, *PROMPT]), 0)
+        assert n or scheduler.guesses.expect(guess_of(PROMPT, "b"), 0)
     served = set()
     for _ in range(MOST_EXPECTED):
         (each,) = scheduler.schedule(opened)
@@ -191,8 +201,8 @@ def test_a_tenant_that_expects_much_takes_nothing_from_another(scheduler_of: Any
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Says how many bytes every device has free; no engine has been promised any."""
-    monkeypatch.setattr(kv_budget, "_PROMISED", weakref.WeakSet())
-    return lambda bytes: monkeypatch.setattr(kv_budget, "free_memory", lambda device: bytes)
+    monkeypatch.setattr(device_memory, "_PROMISED", weakref.WeakSet())
+    return lambda bytes: monkeypatch.setattr(device_memory, "free_memory", lambda device: bytes)
 
 
 def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any, caplog: Any) -> None:
