@@ -43,8 +43,8 @@ INNER = frozenset(
     backends.engine_plugin.request_state backends.engine_plugin.rounds backends.engine_plugin.source_contract
     backends.openai.metrics backends.threads backends.torch.drafters.base backends.torch.drafters.cheap
     backends.torch.drafters.combined backends.torch.drafters.draft_model backends.torch.embeddings
-    backends.torch.engine.cache_session backends.torch.engine.choices backends.torch.engine.delivery backends.torch.engine.device_memory
-    backends.torch.engine.engine backends.torch.engine.kv_budget
+    backends.torch.engine.cache_session backends.torch.engine.choices backends.torch.engine.delivery
+    backends.torch.engine.device_memory backends.torch.engine.engine backends.torch.engine.kv_budget
     backends.torch.engine.prefill backends.torch.engine.prefix_cache backends.torch.engine.scheduler
     backends.torch.engine.sequence backends.torch.engine.speculator backends.torch.engine.stats
     backends.torch.exactness backends.torch.grammars.grammar backends.torch.loader backends.torch.model.batch
@@ -60,11 +60,11 @@ INNER = frozenset(
     prediction protocol protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas
     protocol.errors protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
     protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tools
-    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.stored_names
-    proxy.body.reading proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
-    reasoning.lossy_acceptance reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction
-    speculation.cost speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape
-    text tools.history tools.model
+    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
+    proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps reasoning.lossy_acceptance
+    reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction speculation.cost
+    speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape text tools.history
+    tools.model
     """.split()
 )
 """And these inner modules: nearly all compute results from arguments alone, so that a test needs nothing around them.

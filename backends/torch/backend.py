@@ -132,34 +132,18 @@ class TorchBackend(ModelTokens):
             context_length=self.context_length,
         )
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Yield the answer step by step; closing the iterator cancels the request.
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """Yield the answer step by step; closing the iterator cancels the request. Of several choices, the delta that
+        ends the last has the totals.
 
         Raises `InvalidRequestError` or `ContextLengthError` for a request that cannot be generated, `EngineError` when
         this request fails, `EngineStoppedError` once the device failed, and `ShuttingDownError` when the engine is
         closed.
         """
-        return self._answers(request)
-
-    def continue_answer(
-        self, request: GenerateRequest, prompt: Sequence[int], answer: Sequence[int]
-    ) -> AsyncGenerator[Delta]:
-        """Yield up to `max_tokens` tokens more of the `answer` so far to `request`, whose prompt reads `prompt`.
-
-        The text is not parsed. Rules of the whole answer hold: penalties, bad words, its form. Raises as `generate`.
-        """
-        return self._answers(request, prompt, answer)
-
-    async def _answers(
-        self, request: GenerateRequest, prompt: Sequence[int] | None = None, answer: Sequence[int] = ()
-    ) -> AsyncGenerator[Delta]:
-        """Yield the engine's deltas for all choices of one request; the delta that ends the last has the totals."""
         self._engine.require_running()
-        watch = self._watch_of(request) if prompt is None else None
-        requests, parser_spec = await self._prepared(request, prompt=prompt, answer=answer)
-        if prompt is not None:
-            requests = requests[:1]
-        parsers = [parser_spec.parser() for _ in requests] if prompt is None else ()
+        watch = self._watch_of(request)
+        requests, parser_spec = await self._prepared(request)
+        parsers = [parser_spec.parser() for _ in requests]
         inbox, choices = Inbox(), Choices(len(requests)) if len(requests) > 1 else None
         for one in requests:
             one.deliver = partial(self._deliver, inbox, one)
@@ -178,11 +162,10 @@ class TorchBackend(ModelTokens):
                         waiting = []
                         delta = choices.add(delta, one.constraints.choice)
                         done = choices.done
-                    if parsers:
-                        delta = parsers[delta.index].parse(delta)
+                    parsed = parsers[delta.index].parse(delta)
                     if watch is not None:
-                        watch(delta)
-                    yield delta
+                        watch(parsed)
+                    yield parsed
         finally:
             for one in requests:
                 self._engine.cancel(one)
