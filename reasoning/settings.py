@@ -70,6 +70,11 @@ class DelegationSettings(StrategySettings):
     """Roles whose models are asked questions without the thinking so far."""
 
     @property
+    def drafts_nothing(self) -> bool:
+        """Whether the base model thinks alone by these settings."""
+        return False
+
+    @property
     def spend_tokens(self) -> int:
         """Tokens of thinking generated, dropped ones too, after which the base model thinks on alone."""
         return 8 * self.budget_tokens  # twice the most of a step: two drafts, a score, and a step of the base model
@@ -86,6 +91,10 @@ class SpecReasonSettings(DelegationSettings):
     budget_tokens: int = Field(default=8192, ge=1)
     judge: str | None = Field(default=None, description="The model that scores the steps; unset: the base model")
     threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
+
+    @property
+    def drafts_nothing(self) -> bool:
+        return self.threshold > 9  # not even where a judge answers "10"
 
 
 class SpeculativeThinkingSettings(DelegationSettings):
@@ -115,6 +124,10 @@ class LookaheadSettings(DelegationSettings):
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
     depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that stayed")
+
+    @property
+    def drafts_nothing(self) -> bool:
+        return not self.depth
 
     @property
     def spend_tokens(self) -> int:

@@ -83,11 +83,12 @@ class DelegationBackend(Strategy[DelegationSettings]):
 
     async def _think(self, thinking: Thinking) -> None:
         """Run the strategy. If the request switches speculation off, the base model thinks alone."""
-        await thinking.open()
-        if thinking.over is None and thinking.request.speculation:
-            await imported(self.settings.algorithm)(thinking, self.settings)
-        else:
+        alone = self.settings.drafts_nothing or not thinking.request.speculation
+        await thinking.open(alone=alone)
+        if alone or thinking.over is not None:
             await base_only(thinking)
+        else:
+            await imported(self.settings.algorithm)(thinking, self.settings)
         thinking.trace.add("ended", reason=thinking.over or "")
 
     def _write(self, trace: Trace, request: GenerateRequest, answer: str) -> None:

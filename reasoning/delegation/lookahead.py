@@ -131,7 +131,7 @@ class DraftChain:
 async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
     """Keep drafts while they match the base model's own steps, then the first of its steps that differs."""
     while thinking.over is None:
-        if not (settings.depth and may_draft(thinking)):
+        if not may_draft(thinking):
             await thinking.write("base")
             continue
         async with DraftChain(thinking, settings.depth) as chain:

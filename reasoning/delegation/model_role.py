@@ -23,7 +23,6 @@ from agentspec.types import Delta, GenerateRequest, SamplingParams
 T = TypeVar("T")
 Spend = Callable[[int], None]
 OnText = Callable[[str], Awaitable[None]]
-ENCODED = 4  # texts: one is enough for a question, and one for the step
 _CUT_BYTES = 3  # of a character of four
 _THOUGHT, _ASKED = "Thought: 7.", "Question: 7?"
 
@@ -48,16 +47,17 @@ class Stopwatch:
 class TokenContext:
     """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change.
 
-    `turn` is the template's text around a question: before it, and from it to the start of the answer. Forks share the
-    ids of the last texts, since a step is judged and accepted, and a question is asked again.
+    `turn` is the template's text around a question: before it, and from it to the start of the answer. `asked` holds
+    the ids of the model's questions, and forks share the ids of steps: a server tokenizes each once.
     """
 
     base: GenerateRequest
     tokenization: Tokenization
     turn: tuple[str, str]
     token_ids: list[int]
+    asked: dict[str, Sequence[int]]
     length: int | None = None  # of the model's context
-    _encoded: dict[str, Sequence[int]] = field(default_factory=dict)
+    _steps: dict[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def room(self) -> int | None:
@@ -66,7 +66,7 @@ class TokenContext:
 
     async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
         """Append `text`; `token_ids` are its ids in this model, if they are known."""
-        self.token_ids.extend(token_ids or (await self._encode(escape_markers(text)) if text else ()))
+        self.token_ids.extend(token_ids or (await self._encode(escape_markers(text), self._steps) if text else ()))
 
     def fork(self) -> TokenContext:
         """A copy of this context that can be extended independently; copies are cheap."""
@@ -79,15 +79,13 @@ class TokenContext:
     async def asking(self, question: str, prefill: str) -> TokenContext:
         """This context and `question`; the model's answer begins with `prefill`."""
         asked, (before, after) = self.fork(), self.turn
-        asked.token_ids.extend(await self._encode(f"{before}{question}{after}{prefill}"))
+        asked.token_ids.extend(await self._encode(f"{before}{question}{after}{prefill}", self.asked))
         return asked
 
-    async def _encode(self, text: str) -> Sequence[int]:
-        ids = self._encoded.pop(text, None) or await self.tokenization.tokenize(text)
-        self._encoded[text] = ids
-        if len(self._encoded) > ENCODED:
-            del self._encoded[next(iter(self._encoded))]
-        return ids
+    async def _encode(self, text: str, known: dict[str, Sequence[int]]) -> Sequence[int]:
+        if text not in known:
+            known[text] = await self.tokenization.tokenize(text)
+        return known[text]
 
 
 @dataclass(slots=True)
@@ -154,6 +152,8 @@ class ModelRole:
     model: str
     keeps_thinking: bool | None = None
     _turn: tuple[str, str] | None = field(default=None, init=False)
+    _asked: dict[str, Sequence[int]] = field(default_factory=dict, init=False)
+    _last_tokens: dict[int, str] = field(default_factory=dict, init=False)  # texts of the tokens that ended steps
     _names_stops: bool = field(default=False, init=False)
 
     @property
@@ -193,7 +193,8 @@ class ModelRole:
         elif think_start.strip() and not prompt.rstrip().endswith(think_start.strip()):
             prompt += think_start
         turn, ids = await self.turn_markup(think_start), await tokenization.tokenize(prompt)
-        return TokenContext(_bare(base), tokenization, turn, ids, self.backend.capabilities.context_length)
+        length = self.backend.capabilities.context_length
+        return TokenContext(_bare(base), tokenization, turn, ids, self._asked, length)
 
     async def turn_markup(self, think_start: str) -> tuple[str, str]:
         """The text between an open answer, a question and the next answer, found by rendering the template."""
@@ -297,17 +298,29 @@ class ModelRole:
         end = ""
         self._names_stops = self._names_stops or last.stop_reason is not None
         if reader.ended is None and last.finish_reason == "stop":
-            if self.tokenization is not None and ids:
-                whole = await self.tokenization.detokenize(ids)
+            if last.stop_reason in reader.marks:
+                end = reader.feed(await self._stopped_by(last.stop_reason or "", reader.fed, ids))
+            elif self.tokenization is not None and ids:
+                whole = "" if self._names_stops else await self.tokenization.detokenize(ids)
                 if any(mark in whole for mark in reader.marks):  # else the model ended the answer by itself
                     end = reader.feed(_behind(whole, reader.fed))
-            elif last.stop_reason in reader.marks:
-                end = reader.feed(last.stop_reason or "")
             elif not (self._names_stops or reader.across) and (reader.fed.strip() or limits.within):
                 # It is unknown whether a blank line or the end of the answer stopped the backend.
                 # After the end of the answer the next step will be blank.
                 end = reader.feed(BOUNDARY)
         return end + reader.finish()
+
+    async def _stopped_by(self, mark: str, fed: str, ids: Sequence[int]) -> str:
+        """`mark`, which the backend named, and what its last token holds behind it. Few tokens end most steps: each is
+        decoded once. If an earlier token may have begun the mark's line ends, the least that the last one can hold.
+        """
+        if self.tokenization is None or not ids:
+            return mark
+        if ids[-1] not in self._last_tokens:
+            self._last_tokens[ids[-1]] = await self.tokenization.detokenize(ids[-1:])
+        end = self._last_tokens[ids[-1]]
+        behind = (end[at:] for at in range(len(end), 0, -1))
+        return next((mark + rest for rest in behind if (fed + mark + rest).endswith(end)), mark)
 
 
 def _shown(request: GenerateRequest) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:

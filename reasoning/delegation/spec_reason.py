@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
+from agentspec.reasoning.delegation.model_role import Context, StepLimits
 from agentspec.reasoning.delegation.steps import Step
-from agentspec.reasoning.delegation.thinking import Thinking, base_only
+from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.reasoning.speculative_task import SpeculativeTask
-
-HIGHEST = 9  # above it the base model thinks alone: no step is accepted, not even where a judge answers "10"
 
 # The wording of the paper's program (spec_reason.py): scores depend on it, and with it the threshold.
 QUESTION = """\
@@ -26,9 +25,6 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     rejected. If the judge or the small model fails, the base model continues alone. As published, a mark that closes
     the thinking ends nothing: it is removed from a step once that is scored.
     """
-    if settings.threshold > HIGHEST:
-        await base_only(thinking)
-        return
     thinking.ignore_closing()
     async with SpeculativeTask[Step]() as drafting:
         while thinking.over is None:
@@ -37,7 +33,8 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
             if draft is not None and step is not None:
                 thinking.propose(step)
                 if not is_final(thinking, step):
-                    drafting.start(draft_behind(thinking, step))
+                    context, limits = thinking.context("small").fork(), thinking.limits("small", pending=step.tokens)
+                    drafting.start(draft_behind(thinking, context, limits, step))
                 if await accepts(thinking, step if step.blank else draft, settings):
                     await thinking.keep(step)
                     continue
@@ -56,9 +53,13 @@ async def propose(thinking: Thinking, drafting: SpeculativeTask[Step]) -> Step |
 
 
 async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> bool:
-    """Whether the judge's score of `step`, from 0 to 9, reaches the threshold. A blank step gets 0 unjudged."""
+    """Whether the judge's score of `step`, from 0 to 9, reaches the threshold. A blank step gets 0 unjudged, and if 0
+    is enough, so does every step.
+    """
     began, score, reason = time.perf_counter(), 0.0, "blank" if step.blank else "no judge"
-    if not step.blank:
+    if not settings.threshold:
+        reason = "threshold 0"
+    elif not step.blank:
         async with thinking.degrading("judge"):
             text = await judged(thinking, step, settings)
             reason = "" if text.isdecimal() else f"no digit: {text[:20]!r}"
@@ -91,8 +92,7 @@ def is_final(thinking: Thinking, step: Step) -> bool:
     return ends or not thinking.room("small", pending=step.tokens)
 
 
-async def draft_behind(thinking: Thinking, step: Step) -> Step:
-    """Let the small model draft the step after `step`, assuming that `step` is accepted."""
-    context = thinking.context("small").fork()
+async def draft_behind(thinking: Thinking, context: Context, limits: StepLimits, step: Step) -> Step:
+    """Let the small model draft the step after `context` and `step`, assuming that `step` is accepted."""
     await context.extend(step.text, step.token_ids)
-    return await thinking.draft(context, thinking.limits("small", pending=step.tokens))
+    return await thinking.draft(context, limits)

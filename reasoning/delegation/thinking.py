@@ -86,8 +86,8 @@ class Thinking:
         """From now on the mark that closes the thinking ends no step, and is removed from what `write` keeps."""
         self.step_limits, self._ignored = replace(self.step_limits, closing=""), self.settings.think_end
 
-    async def open(self) -> None:
-        """Show every model the problem. Raises what the base model raises."""
+    async def open(self, *, alone: bool) -> None:
+        """Show every model the problem, or if the base model thinks `alone` this one. Raises what that model raises."""
         asked = self.request
         thought = replace(
             self.request_for(asked.messages or ()),
@@ -96,7 +96,8 @@ class Thinking:
             extra=_thinking_fields(asked),
         )
         for role, model in self.roles.items():
-            if role == "base" or (model is not self.roles["base"] and role not in self.settings.shown_nothing):
+            helps = not alone and model is not self.roles["base"] and role not in self.settings.shown_nothing
+            if role == "base" or helps:
                 async with self.degrading(role):
                     self._contexts[role] = await model.open(thought, self.settings.think_start)
         self.over = None if self.room("base") else "budget"

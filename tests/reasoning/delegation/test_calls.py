@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.reasoning.settings import LookaheadSettings, SpecReasonSettings
 from agentspec.testing import Answer, Script
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams
-from tests.thinking_model import ASK, IDS, MESSAGES, ThinkingModel, having, thinks
+from tests.thinking_model import ASK, IDS, MESSAGES, ThinkingModel, delegating, having, thinks, thought
 
 MODES = pytest.mark.parametrize("abilities", [IDS, MESSAGES], ids=["ids", "messages"])
 NAMED: dict[str, Any] = {"base": "base", "small": "small"}
@@ -57,17 +59,59 @@ def test_prompts_only_grow_in_token_ids() -> None:
         assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(prompts))
 
 
-def test_a_step_and_the_question_about_it_are_tokenized_once() -> None:
-    """By a server that costs a round trip each: once for each step of another model, once for the question."""
-    asked_for: list[str] = []
+class Counting(ThinkingModel):
+    """Counts its calls by kind: at an endpoint each is a round trip. `texts` are those that were tokenized."""
 
-    class Counting(ThinkingModel):
-        async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
-            asked_for.append(text)
-            return await super().tokenize(text, begins=begins)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.counts, self.texts = Counter[str](), list[str]()
 
-    thinks(SPECREASON, base=Counting(numbered("base", 9)), small=ThinkingModel(numbered("small", 9)))
-    assert len(asked_for) == len(set(asked_for)) == 1 + 9 + 1 + 1  # the problem, the steps, the question, the end
+    async def tokenize(self, text: str, *, begins: bool = False) -> list[int]:
+        self.counts["tokenize"] += 1
+        self.texts.append(text)
+        return await super().tokenize(text, begins=begins)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        self.counts["detokenize"] += 1
+        return await super().detokenize(token_ids)
+
+    async def render(self, *given: Any) -> str:
+        self.counts["render"] += 1
+        return await super().render(*given)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "score", "base", "small"),
+    [  # requests, tokenized texts, decoded tokens: what opens and closes an answer, and 9 steps
+        (7, "9", (9 + 1, 1 + 1 + 9 + 1, 0), (9, 1, 1)),  # the problem, the question, the steps and the end
+        (7, "1", (9 + 9 + 1, 1 + 1 + 9 + 1, 1), (9, 1 + 9, 1)),
+        (0, "1", (1, 1 + 9 + 1, 0), (9, 1, 1)),  # no judge
+        (9.5, "9", (9 + 1, 1 + 1, 1), (0, 0, 0)),  # no drafts
+    ],
+)
+def test_a_step_costs_one_call_beside_its_generation_and_its_score(
+    threshold: float, score: str, base: tuple[int, ...], small: tuple[int, ...]
+) -> None:
+    models = {
+        "base": Counting(numbered("base", 9), score=lambda step: score),
+        "small": Counting(numbered("small", 9)),
+    }
+    thinks(SpecReasonSettings(**NAMED, threshold=threshold), **models)
+    for model, counts in ((models["base"], base), (models["small"], small)):
+        found = len(model.requests), model.counts["tokenize"], model.counts["detokenize"]
+        if score == "1" and threshold == 7 and model is models["small"]:  # drafts behind a step that was rejected
+            found = found[0] - 8, *found[1:]
+        assert found == counts and len(model.texts) == len(set(model.texts))
+
+
+def test_the_question_is_tokenized_once_for_all_answers() -> None:
+    base = Counting(numbered("base"))
+    backend = delegating(SPECREASON, base=base, small=ThinkingModel(numbered("small")))
+    anyio.run(thought, backend)
+    before = len(base.texts)
+    anyio.run(thought, backend)
+    assert any(PUBLISHED in text for text in base.texts[:before])
+    assert not any(PUBLISHED in text for text in base.texts[before:])
 
 
 PUBLISHED = (
