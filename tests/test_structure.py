@@ -51,14 +51,15 @@ INNER = frozenset(
     backends.torch.model.graphs.attention backends.torch.model.graphs.attention_triton
     backends.torch.model.graphs.recording backends.torch.model.graphs.step_table backends.torch.model.hidden_states
     backends.torch.model.kv_cache backends.torch.model.layers backends.torch.model.norm_triton
-    backends.torch.model.norms backends.torch.model.target backends.torch.sampling.acceptance
-    backends.torch.sampling.constraints backends.torch.sampling.sampler backends.torch.stepwise
-    backends.torch.text.model_text backends.torch.text.structured_output backends.torch.text.tokenizer
-    backends.torch.text.tool_parser backends.vllm.padding backends.vllm.runner_v2.hybrid
-    backends.vllm.runner_v2.matching backends.vllm.runner_v2.passages backends.vllm.step_cost cache._native
-    cache.index cache.partition cache.storage.batch_writer cache.storage.codec cache.storage.segments placement
-    prediction protocol protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas
-    protocol.errors protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
+    backends.torch.model.replacements backends.torch.model.target backends.torch.sampling.acceptance
+    backends.torch.sampling.constraints backends.torch.sampling.distribution backends.torch.sampling.sampler
+    backends.torch.stepwise backends.torch.text.chat_template backends.torch.text.model_text
+    backends.torch.text.structured_output backends.torch.text.tokenizer backends.torch.text.tool_parser
+    backends.vllm.padding backends.vllm.runner_v2.hybrid backends.vllm.runner_v2.matching
+    backends.vllm.runner_v2.passages backends.vllm.step_cost cache._native cache.index cache.partition
+    cache.storage.batch_writer cache.storage.codec cache.storage.segments placement prediction protocol
+    protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas protocol.errors
+    protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
     protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tools
     protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
     proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps reasoning.lossy_acceptance

@@ -27,11 +27,12 @@ from agentspec.backends.torch.engine.tasks import Tasks, computed, on_own_thread
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
 from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
+from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import (
     AnswerReader,
-    OutputParserSpec,
+    OutputParser,
     StructuredOutput,
     StructuredOutputBuilder,
 )
@@ -142,8 +143,7 @@ class TorchBackend(ModelTokens):
         """
         self._engine.require_running()
         watch = self._watch_of(request)
-        requests, parser_spec = await self._prepared(request)
-        parsers = [parser_spec.parser() for _ in requests]
+        requests, parsers = await self._prepared(request)
         inbox, choices = Inbox(), Choices(len(requests)) if len(requests) > 1 else None
         for one in requests:
             one.deliver = partial(self._deliver, inbox, one)
@@ -162,7 +162,7 @@ class TorchBackend(ModelTokens):
                         waiting = []
                         delta = choices.add(delta, one.constraints.choice)
                         done = choices.done
-                    parsed = parsers[delta.index].parse(delta)
+                    parsed = parsers[delta.index].parse(delta) if parsers else delta
                     if watch is not None:
                         watch(parsed)
                     yield parsed
@@ -221,8 +221,9 @@ class TorchBackend(ModelTokens):
         """
         self._engine.require_running()
         require_one_answer(request)
-        (first, *_), parser_spec = await self._prepared(request)
-        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser_spec.parser(), self._engine.lend)
+        (first, *_), parsers = await self._prepared(request)
+        parser = parsers[0] if parsers else None
+        return TorchSession(self.target, first, self._tasks, self._tokenizer, parser, self._engine.lend)
 
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to the model's device, in float32."""
@@ -243,25 +244,37 @@ class TorchBackend(ModelTokens):
         if not self._stores:
             self._cache.close()
 
-    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], OutputParserSpec]:
-        """An engine request for each choice, and how to parse the answers. Long prompts share few threads, of which one
-        tenant never takes the last; large grammars wait for each other alone.
+    async def _prepared(self, request: GenerateRequest) -> tuple[list[EngineRequest], list[OutputParser]]:
+        """An engine request for each choice, and its answer's parser; no parsers if the text is the answer as it is.
+        Long prompts share few threads, of which one tenant never takes the last; large grammars wait for each other
+        alone.
         """
         first, output = await self._off_the_loop(request, partial(self._prepare, request))
-        source = output.source
-        grammar = None if source is None else await self._structured_outputs.compiled(request.tenant, source)
-        constraints = output.constraints(request.sampling.n, grammar)
+        if output is None:
+            constraints, parsers = [ConstraintSpec(choice=choice) for choice in range(request.sampling.n)], []
+        else:
+            source = output.source
+            grammar = None if source is None else await self._structured_outputs.compiled(request.tenant, source)
+            constraints = output.constraints(request.sampling.n, grammar)
+            parsers = [output.parser_spec.parser() for _ in constraints]
         choices = [replace(first, constraints=each) for each in constraints]
         choices[0].shares_prompt = len(choices) > 1
-        return choices, output.parser_spec
+        return choices, parsers
+
+    def _needs_form(self, request: GenerateRequest) -> bool:
+        """Whether the answer has a form to keep to, or may hold marks that a parser looks for."""
+        sampling = request.sampling
+        formed = request.tools or sampling.structured_outputs or sampling.bad_words
+        return bool(formed) or (request.messages is not None and self._structured_outputs.finds_marks)
 
     async def _off_the_loop(self, request: GenerateRequest, prepare: Callable[[], T]) -> T:
         if prompt_length(request) + len(request.prediction or "") > LONG_PROMPT:
             return await self._long_prompts.run(request.tenant, prepare)
         return await asyncio.to_thread(prepare)
 
-    def _prepare(self, request: GenerateRequest) -> tuple[EngineRequest, StructuredOutput]:
-        """Tokenize and check a request. Returns an engine request without constraints, and the form of its answers.
+    def _prepare(self, request: GenerateRequest) -> tuple[EngineRequest, StructuredOutput | None]:
+        """Tokenize and check a request. Returns an engine request without constraints, and the form of its answers
+        if they have one.
 
         Raises `InvalidRequestError` whose `param` names the wrong parameter, and `ContextLengthError`.
         """
@@ -273,7 +286,7 @@ class TorchBackend(ModelTokens):
         if not prompt:
             raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
         most = self._max_tokens(request, len(prompt))  # before a grammar is compiled for a prompt that does not fit
-        output = self._structured_outputs.build(request, text)
+        output = self._structured_outputs.build(request, text) if self._needs_form(request) else None
         first = EngineRequest(
             original=request,
             prompt=prompt,

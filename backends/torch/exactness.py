@@ -14,7 +14,7 @@ from agentspec.backends.torch.backend import TorchBackend
 from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.engine.tasks import on_own_thread
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
+from agentspec.backends.torch.sampling.distribution import gumbel_noise, position_key
 from agentspec.types import GenerateRequest, Labels, SamplingParams
 
 OFF, COLD, WARM, TOGETHER = "off", "on, cold", "on, warm", "on, side by side"

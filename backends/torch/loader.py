@@ -21,8 +21,13 @@ from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.model.batch import ATTENTION_NAME, BatchItem
 from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, synchronize
 from agentspec.backends.torch.model.graphs.recording import record_graphs
-from agentspec.backends.torch.model.layers import Float32Head, pack_linears, unpack_linears
-from agentspec.backends.torch.model.norms import fuse_norms, unfuse_norms
+from agentspec.backends.torch.model.replacements import (
+    Float32Head,
+    fuse_norms,
+    pack_linears,
+    unfuse_norms,
+    unpack_linears,
+)
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
 from agentspec.backends.torch.text.model_text import hashes, read_tokenizer

@@ -141,7 +141,7 @@ class TorchSession:
         request: EngineRequest,
         tasks: Tasks,
         tokenizer: TokenizerAdapter,
-        parser: OutputParser,
+        parser: OutputParser | None,
         lend: Lend,
     ) -> None:
         self._target, self._request, self._tasks, self._parser = target, request, tasks, parser
@@ -174,7 +174,7 @@ class TorchSession:
             usage=usage if answer.finish else None,
             prompt=prompt,
         )
-        return self._parser.parse(delta)
+        return delta if self._parser is None else self._parser.parse(delta)
 
     async def _begin(self) -> TorchSteps:
         """Read the prompt in chunks, so that other requests' steps can run in between."""

@@ -13,7 +13,7 @@ import torch
 
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, make_draft
 from agentspec.backends.torch.drafters.combined import merge
-from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
+from agentspec.backends.torch.sampling.distribution import gumbel_noise, position_key
 from agentspec.benchmarks.best_of_n.replay import Contender, SampledQuestion, TopTokens
 from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.types import Draft

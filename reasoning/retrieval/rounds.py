@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
-from agentspec.backends.chat_templates import escape_markers, plain
+from agentspec.backends.chat_templates import escape_markers
+from agentspec.backends.torch.text.chat_template import plain
 from agentspec.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.strategy import whole_text

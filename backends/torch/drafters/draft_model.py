@@ -17,7 +17,7 @@ from agentspec.backends.torch.drafters.combined import merge
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error, synchronize
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.sampler import gumbel_noise, position_key
+from agentspec.backends.torch.sampling.distribution import gumbel_noise, position_key
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Draft, SamplingParams, Source, path_length

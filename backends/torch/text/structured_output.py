@@ -11,8 +11,9 @@ from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler, is_large
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expectation, GrammarSource, grammar_of
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter, template_of, tool_format
-from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat
+from agentspec.backends.torch.text.chat_template import template_of
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat, tool_format
 from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
 from agentspec.types import Delta, GenerateRequest
@@ -176,6 +177,7 @@ class StructuredOutputBuilder:
         self._threads = TenantThreads(1, "agentspec-grammar")
         self._vocabulary: dict[str, int] = getattr(tokenizer.tokenizer, "get_vocab", dict)()
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
+        self.finds_marks = self._thinks or BEGIN in self._vocabulary  # in any chat's answer, without tools
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
         """Build it for `request`, rendered as `prompt`. Raises `InvalidRequestError`."""

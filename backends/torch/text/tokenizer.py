@@ -8,37 +8,11 @@ from itertools import groupby
 from typing import Any
 
 from agentspec.backends.base import NONE
-from agentspec.backends.chat_templates import rendered
-from agentspec.backends.torch.text.tool_parser import HERMES, ToolFormat, format_of
+from agentspec.backends.torch.text.chat_template import render
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.protocol.validation import NOT_TEXT, is_text
 from agentspec.text import Decode
 from agentspec.types import GenerateRequest, Message
-
-
-def template_of(tokenizer: Any, *, tools: bool = False) -> str:
-    """The source of the chat template (of several, with `tools`, the one for tools); empty if there is none."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, Mapping):
-        template = template.get("tool_use" if tools and "tool_use" in template else "default", "")
-    return str(template)
-
-
-def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
-    """The tool call format of the model's chat template; Hermes' if the template has no tools.
-
-    For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
-    """
-    template = template_of(tokenizer, tools=True)
-    format = format_of(template) if "tools" in template else HERMES
-    if format is None and required:
-        raise InvalidRequestError(
-            "this model's chat template writes tool calls in a format that is not known here; known: Hermes, Llama 3, "
-            "Mistral",
-            param="tools",
-        )
-    return format
-
 
 LONG_TEXT = 4096  # characters
 
@@ -70,7 +44,8 @@ class TokenizerAdapter:
         if request.text is not None:
             self._check_length(request.text, limit, "prompt")
             return request.text, self.encode(request.text, special=True)
-        text = self._render(request, start=request.start_answer and not request.continue_final)
+        start = request.start_answer and not request.continue_final
+        text = render(self.tokenizer, request, start=start, continue_final=request.continue_final)
         self._check_length(text, limit, "messages")
         return text, self.encode(text)
 
@@ -99,31 +74,8 @@ class TokenizerAdapter:
             messages=messages,
             tools=tuple(tools),
             template_arguments=template_arguments,
-            continue_final=continue_final,
         )
-        return self._render(request, start=start)
-
-    def _render(self, request: GenerateRequest, *, start: bool) -> str:
-        source = template_of(self.tokenizer, tools=bool(request.tools))
-        if not source:
-            message = "this model has no chat template: use completions with a plain prompt instead of messages"
-            raise InvalidRequestError(message, param="messages")
-        if not request.messages:
-            raise InvalidRequestError("messages must not be empty", param="messages")
-
-        def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=start,
-                continue_final_message=request.continue_final,
-                **request.template_arguments,
-            )
-            return str(text)
-
-        knows_tools = "tools" in source
-        return rendered(apply, request.messages, request.tools, request.template_arguments, knows_tools=knows_tools)
+        return render(self.tokenizer, request, start=start, continue_final=continue_final)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds the special tokens that the model wants around a prompt.

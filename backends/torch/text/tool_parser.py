@@ -11,6 +11,8 @@ from io import SEEK_END, StringIO
 from typing import Any, Literal
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
+from agentspec.backends.torch.text.chat_template import template_of
+from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
 
 
@@ -215,6 +217,22 @@ def format_of(template: str) -> ToolFormat | None:
     if "<tool_call>" in template:  # some templates write XML between these tags instead of JSON
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
+
+
+def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
+    """The tool call format of the model's chat template; Hermes' if the template has no tools.
+
+    For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
+    """
+    template = template_of(tokenizer, tools=True)
+    format = format_of(template) if "tools" in template else HERMES
+    if format is None and required:
+        raise InvalidRequestError(
+            "this model's chat template writes tool calls in a format that is not known here; known: Hermes, Llama 3, "
+            "Mistral",
+            param="tools",
+        )
+    return format
 
 
 OutputPiece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta

@@ -41,7 +41,7 @@ MUTATIONS: Mutations = {
     "rejected rows kept": ("SequenceCache.commit", "start + len(path)", "start + len(path) + 1"),
     "accepted rows forgotten": ("SequenceCache.commit", "start + len(path)", "start"),
     "noise by call, not by position": ("Sampler.observe", "self._position += 1", "pass"),
-    "history not kept": ("Sampler.observe", "self._counts[token] += 1", "pass"),
+    "history not kept": ("Penalties.observe", "self._counts[token] += 1", "pass"),
     "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
     "child of any parent": (
@@ -122,12 +122,12 @@ RULE_MUTATIONS: Mutations = {
 AHEAD_MUTATIONS: Mutations = {
     "one noise for all rows": ("Sampler._draw", "_position + len(path)) for", "_position) for"),
     "drafted ancestors not counted": (
-        "Sampler._counts_along",
+        "Penalties._counts_along",
         "places = [row * size + token for row, path in enumerate(paths) for token in path]",
         "places = []",
     ),
     "ancestors counted in another row": (
-        "Sampler._counts_along",
+        "Penalties._counts_along",
         "row * size + token",
         "(len(paths) - 1 - row) * size + token",
     ),

@@ -16,8 +16,13 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
-from agentspec.backends.torch.model.layers import Float32Head
-from agentspec.backends.torch.model.norms import FusedNorm, computes_alike, fuse_norms, unfuse_norms
+from agentspec.backends.torch.model.replacements import (
+    Float32Head,
+    FusedNorm,
+    computes_alike,
+    fuse_norms,
+    unfuse_norms,
+)
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

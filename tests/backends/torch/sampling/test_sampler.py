@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine.speculator import accept_path
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
-from agentspec.backends.torch.sampling import sampler as sampling
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.sampler import Sampler, ancestor_tokens, fetch, gumbel_noise, position_key
+from agentspec.backends.torch.sampling.distribution import Penalties, gumbel_noise, gumbel_of, position_key
+from agentspec.backends.torch.sampling.sampler import Sampler, ancestor_tokens, fetch
 from agentspec.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def hashes() -> list[torch.Tensor]:
 def test_noise_is_finite_over_the_whole_range_of_the_hash_and_clamped_only_where_it_was_not() -> None:
     clamped = 0
     for bits in hashes():
-        noise = sampling._gumbel(bits)
+        noise = gumbel_of(bits)
         before = -torch.log(-torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32))
         assert noise.isfinite().all()
         assert torch.equal(noise[before.isfinite()], before[before.isfinite()])
@@ -119,15 +119,14 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
 
 
 def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
-    subject = sampler(
-        4, prompt=[0], temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0
-    )
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    subject = Penalties(params, 4, [0], CPU)
     subject.observe(1)
     subject.observe(1)
-    scores = subject._penalties(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])
+    scores = subject.apply(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])
     assert scores[0].tolist() == pytest.approx([1.0, 2.0 - 0.5 - 0.5, 1.0, -1.0])
     subject.observe(3)
-    assert subject._penalties(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])[0, 3] == pytest.approx(-2.0 - 0.75)
+    assert subject.apply(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])[0, 3] == pytest.approx(-2.0 - 0.75)
 
 
 @st.composite

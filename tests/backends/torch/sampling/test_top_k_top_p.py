@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.sampling.sampler import apply_top_k_top_p
+from agentspec.backends.torch.sampling.distribution import apply_top_k_top_p
 from agentspec.types import SamplingParams
 
 

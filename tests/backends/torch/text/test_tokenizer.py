@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load
+from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
-from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter, template_of, tool_format
-from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL
+from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter
+from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL, tool_format
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import GenerateRequest
 
