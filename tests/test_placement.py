@@ -22,21 +22,12 @@ from agentspec.placement import (
     Call,
     Member,
     PrefixTable,
-    Roster,
-    RoundRobin,
     WorkflowAffinity,
     block_hashes,
-    freest,
     prompt_pieces,
     rank,
     scoped_call,
 )
-
-
-def test_round_robin_goes_round():
-    policy, members = RoundRobin(), [Member("a"), Member("b"), Member("c")]
-    assert "".join(policy.choose(Call(), members).name for _ in range(7)) == "abcabca"
-
 
 CALLS = st.lists(
     st.builds(
@@ -109,18 +100,6 @@ def test_homes_are_spread_and_stay_when_a_server_leaves(count):
     assert all(after[session] == home for session, home in homes.items() if home != "m0")
 
 
-def test_branches_follow_their_trunk_while_there_is_room():
-    trunk, other = tuple(range(8)), tuple(range(20, 28))
-    policy = WorkflowAffinity()
-    members = [Member("a", in_flight=3), Member("b", in_flight=3)]
-    policy.placed(Call(blocks=trunk), members[1])
-    policy.placed(Call(blocks=other), members[0])
-    branches = [Call(session=f"branch {n}", blocks=(*trunk, 100 + n)) for n in range(12)]
-    chosen, _ = _play(policy, branches, members)
-    assert chosen[:2] == ["b", "b"]
-    assert set(chosen) == {"a", "b"}
-
-
 def _busy_home(policy, session, **busy):
     """The servers, with that busy to which `policy` gives the session while all are idle."""
     idle = [Member(name, others=4) for name in "abcd"]
@@ -154,12 +133,6 @@ def test_new_sessions_are_placed_alike_in_every_process():
 
 
 LOADS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1)), min_size=1, max_size=12)
-
-
-@given(LOADS, st.floats(1, 3))
-def test_the_freest_always_has_room(loads, factor):
-    roster = Roster([Member(f"m{n}", calls, kv_use=use) for n, (calls, use) in enumerate(loads)])
-    assert roster.has_room(freest(roster.members), factor)
 
 
 PROMPTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=6), st.sampled_from("xyz")), max_size=40)

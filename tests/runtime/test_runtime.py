@@ -55,18 +55,6 @@ async def test_default_settings_route_the_default_model() -> None:
     await runtime.aclose()
 
 
-async def test_model_names_hide_the_backends_own() -> None:
-    models = {"fast": ModelSettings(backend="local"), "big": ModelSettings(backend="local", upstream_model="other")}
-    fake = FakeBackend()
-    async with Runtime(Settings(models=models), backends={"local": fake}) as runtime:
-        assert runtime.models() == ["fast", "big"]
-        await text_of(runtime.generate(ask("fast")))
-        await text_of(runtime.generate(ask("big")))
-        assert [request.model for request in fake.requests] == ["smollm2-135m", "other"]
-        with pytest.raises(ModelNotFoundError, match="'fast', 'big'"):
-            await text_of(runtime.generate(ask("smollm2-135m")))
-
-
 async def test_sole_upstream_takes_any_name() -> None:
     fake = FakeBackend()
     async with Runtime(Settings(backends={"up": upstream()}), backends={"up": fake}) as runtime:
@@ -92,12 +80,6 @@ def test_unknown_names_are_refused_otherwise(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         runtime.route("llama-9000")
     assert caught.value.param == "model" and caught.value.status == 404
-
-
-async def test_given_backend_without_settings_is_a_model() -> None:
-    mine = FakeBackend("mine")
-    runtime = Runtime(Settings(), backends={"local": FakeBackend(), "mine": mine})
-    assert await text_of(runtime.generate(ask("mine"))) == "mine"
 
 
 def test_two_backends_with_one_model_need_names() -> None:
@@ -138,19 +120,6 @@ async def test_before_start_and_after_close() -> None:
         await text_of(runtime.generate(ask("smollm2-135m")))
 
 
-async def test_close_order_backends_before_cache() -> None:
-    class Watching(FakeBackend):
-        async def aclose(self) -> None:
-            seen.append(cache.stats() is not None)  # raises once the cache is closed
-
-    seen: list[bool] = []
-    runtime = Runtime(Settings(), backends={"local": Watching()})
-    cache = runtime.cache
-    assert runtime.cache is cache
-    await runtime.aclose()
-    assert seen == [True]
-
-
 @pytest.mark.parametrize(
     ("missing", "error", "said"),
     [
@@ -176,14 +145,6 @@ def test_a_model_that_is_none_is_named_before_torch_is_imported(monkeypatch: pyt
     settings = Settings(backends={"local": TorchSettings(model="nosuch")})
     with pytest.raises(ModelUnavailableError, match="no model 'nosuch'"):
         Runtime(settings).start()
-
-
-async def test_a_given_cache_stays_open() -> None:
-    with SuffixCache.open() as cache:
-        runtime = Runtime(backends={"fake": FakeBackend()}, cache=cache)
-        assert runtime.cache is cache
-        await runtime.aclose()
-        cache.flush()
 
 
 async def test_the_local_engine_acts_on_extra_fields() -> None:

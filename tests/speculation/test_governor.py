@@ -100,26 +100,6 @@ def test_what_a_target_needs_comes_first_and_goodput_decides_the_rest() -> None:
     assert allocate_budget(worths, 2, steep.__getitem__, [1.6, 1.8]) == [1, 2]
 
 
-@given(st.lists(st.lists(st.floats(0, 1), max_size=8), min_size=1, max_size=4), cost_curves(), st.data())
-def test_a_need_is_met_unless_more_nodes_would_slow_the_request_itself(
-    worths: list[list[float]], curve: list[float], data: st.DataObject
-) -> None:
-    sorted_worths = [np.array(sorted(worth, reverse=True)) for worth in worths]
-    needs = [data.draw(st.floats(0, 5)) for _ in worths]
-    seconds = np.array(curve)
-    counts = allocate_budget(sorted_worths, len(worths), seconds.__getitem__, needs)
-    total = sum(counts)
-    for worth, count, need in zip(sorted_worths, counts, needs, strict=True):
-        gain = 1 + worth[:count].sum()
-        if gain < need and count < len(worth):  # it was not worth its while at some smaller step, so not at this one
-            least = min((seconds[n + 1] / seconds[n] for n in range(total + 1)), default=1.0)
-            assert worth[count] <= gain * max(least, 1.0) or any(
-                1 + worth[:k].sum() + worth[k] <= (1 + worth[:k].sum()) * seconds[n + 1] / seconds[n]
-                for k in range(count + 1)
-                for n in range(total + 1)
-            )
-
-
 def test_chunks_of_prompts_keep_running_answers_running() -> None:
     governor = Governor()
     governor.cost.calibrate([(1, 0, 0.010), (512, 0, 0.010 + 511 * 0.001)])
@@ -208,34 +188,6 @@ def learned(curve: list[float], rng: random.Random, *, rounds: int = 300, noise:
         tokens = rng.choice((1, 1, 1, 5, 9, 17, 33, 49))
         model.observe(tokens, 0, seconds(tokens))
     return model
-
-
-def choices(
-    curves: Sequence[list[float]], acceptances: Sequence[float], seeds: Sequence[int], times: int
-) -> tuple[float, float]:
-    """Of the sizes chosen for paths of one acceptance rate: the share within one node of the best, and that of those
-    which are or reach 99 % of its rate."""
-    strict, near, cases = 0, 0, 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        for curve, acceptance, _ in itertools.product(curves, acceptances, range(times)):
-            worth = [acceptance ** (n + 1) for n in range(48)]
-            count = len(Governor(learned(curve, rng)).choose([worth])[0])
-            best, rate = exhaustive(worth, curve)
-            within = abs(count - best) <= 1
-            strict, cases = strict + within, cases + 1
-            near += within or (1 + sum(worth[:count])) / curve[count] > 0.99 * rate
-    return strict / cases, near / cases
-
-
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_sizes_are_chosen_well_on_machines_that_are_no_lines(times: int) -> None:
-    """A device that computes as many tokens as `free` in the time of one, and then each at the same price."""
-    plateaus = [
-        [0.02 * (1 + slope * max(0, n + 1 - free)) for n in range(64)] for free in (4, 16, 32) for slope in (0.03, 0.3)
-    ]
-    strict, near = choices(plateaus, (0.5, 0.9), seeds=(1, 2), times=times)
-    assert strict >= 0.8 and near >= 0.9
 
 
 def test_a_machine_whose_shape_changes_is_followed() -> None:

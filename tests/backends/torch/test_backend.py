@@ -70,13 +70,6 @@ async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None
     assert backend.decode(backend.encode("hello")) == "hello"
 
 
-async def test_an_assistant_message_can_be_continued(backend_of: Any, lab: Any) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
-    backend = backend_of()
-    tokens, _, _ = await answer(backend, ask(messages=messages, continue_final=True))
-    assert tokens == lab.oracle(backend.encode_chat(messages, continue_final=True), GREEDY, max_tokens=12)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_a_second_pass_is_the_same_in_fewer_steps(backend_of: Any, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=4, max_tokens=60, logit_bias={256: -100.0})
@@ -158,16 +151,6 @@ async def test_what_cannot_be_generated_is_refused_by_name(
     with pytest.raises(error) as caught:
         await answer(backend_of(), ask(**fields))
     assert caught.value.param == param and type(caught.value) is error
-
-
-async def test_the_answer_ends_with_the_context(backend_of: Any, lab: Any) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=1, logit_bias={256: -100.0})
-    with SuffixCache.open() as cache:
-        backend = backend_of(cache)
-        tokens, _, last = await answer(backend, ask(sampling, token_ids=[7] * 490))
-        again, _, _ = await answer(backend, ask(sampling, token_ids=[7] * 490, prediction="xyz"))
-    assert len(tokens) == 22 and last.finish_reason == "length" and again == tokens
-    assert tokens == lab.oracle([7] * 490, sampling, max_tokens=22)
 
 
 async def drained(stream: AsyncIterator[Delta]) -> list[int]:

@@ -85,21 +85,6 @@ def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
         assert drafter._cache.length == len(drafter._known)
 
 
-def test_a_trunk_ends_where_another_token_is_not_worth_its_time(lab: Any) -> None:
-    alone = ModelDrafter(lab.target, GREEDY, lambda seconds, context: 2.0, width=1).propose(PROMPT, 9)
-    assert len(alone) == 1
-    asked: list[tuple[float, int]] = []
-
-    def least(seconds: float, context: int) -> float:
-        asked.append((seconds, context))
-        return 0.3
-
-    draft = ModelDrafter(lab.target, GREEDY, least, width=1).propose(PROMPT, 9)
-    assert all(chance >= 0.3 for chance in draft.probabilities[:-1])
-    assert [context for _, context in asked] == [len(PROMPT) + 1 + i for i in range(len(draft))]
-    assert all(seconds > 0 for seconds, _ in asked)
-
-
 def test_a_token_behind_its_own_table_ends_its_drafts(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of one tokenizer may have tables of different length; on a GPU a missing row would end the process."""
     drafter = ModelDrafter(lab.target, GREEDY, never)
@@ -158,9 +143,3 @@ def test_a_model_that_does_not_pay_is_asked_ever_less(
     assert costly.asked < 40
     before = costly.asked
     assert before >= 6, "it is tried again"
-
-
-def test_a_model_that_reads_the_prompt_is_not_judged_by_it() -> None:
-    reading = Scripted(lambda context: None)
-    play(GatedDrafter(Scripted(lambda context: None), reading, lambda rows: 1e-9), 30)
-    assert reading.asked == 30

@@ -74,11 +74,6 @@ def test_what_was_held_back_is_told_at_the_end() -> None:
     assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
 
 
-def test_a_stop_string_may_be_found_only_in_what_was_held_back() -> None:
-    assert streamed([0x61, 0xE2], max_tokens=2, stop=("\ufffd",)) == ("a", "stop", 2)
-    assert streamed([0x61, 0xE2], max_tokens=2, min_tokens=2, stop=("\ufffd",)) == ("a\ufffd", "length", 2)
-
-
 # Choices.
 
 

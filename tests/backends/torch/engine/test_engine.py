@@ -22,7 +22,6 @@ pytestmark = pytest.mark.anyio
 
 SLOT_BYTES = 256  # of the tiny model
 PROMPT = list(range(20, 40))
-SYSTEM = [n % 200 for n in range(0, 600, 7)]  # 86 tokens
 
 
 @pytest.fixture
@@ -118,16 +117,6 @@ async def test_a_request_that_can_never_fit_is_refused_with_what_to_change(backe
     with pytest.raises(ContextLengthError, match="ask for fewer tokens or raise kv_bytes") as caught:
         await answer(backend, ask(PROMPT, 117))
     assert caught.value.param == "max_tokens" and len((await answer(backend, ask(PROMPT, 116)))[0]) == 116
-
-
-async def test_idle_conversations_use_all_that_running_ones_leave(backend_of: Any) -> None:
-    """Ten conversations over one system prompt find all of their slots again, which are there once."""
-    backend = backend_of(kv_bytes=SLOT_BYTES * 480)
-    prompts = [[*SYSTEM, *range(n, n + 8)] for n in range(10)]
-    answers = [(await answer(backend, ask(prompt)))[0] for prompt in prompts]
-    for prompt, tokens in zip(prompts, answers, strict=True):
-        _, last = await answer(backend, ask([*prompt, *tokens, 1, 2]))
-        assert last.usage.cached_tokens == len(prompt) + 5
 
 
 async def test_a_conversation_that_leaves_no_room_for_a_copy_of_itself_is_moved(backend_of: Any) -> None:

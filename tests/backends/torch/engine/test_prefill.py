@@ -19,7 +19,6 @@ from agentspec.backends.torch.engine import prefill
 from agentspec.backends.torch.engine.prefill import known_prompt
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache import SuffixCache
-from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -29,15 +28,6 @@ FRAMED = (
     "{% if m.role == 'tool' %}<result>{{ m.content }}</result>{% else %}{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments.a }}{% endfor %};{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}"
-)
-ASKED_BEFORE = (  # thoughts before the last question are left out
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}:"
-    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %};{% endfor %}{{ 'tools' if tools }}{% if add_generation_prompt %}>{% endif %}"
-)
-NO_TOOLS = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}{{ tools }}"
 )
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 results = st.text("0x<}{ résult\n", max_size=12)
@@ -65,26 +55,6 @@ def test_it_begins_the_prompt_that_comes_whatever_the_tools_return(
     whole = tokenizer.prompt(GenerateRequest("m", messages=[*asked, *answers], tools=(FUNCTION,)))
     assert whole[: len(known)] == known
     assert tokenizer.decode(known).endswith("<result>")
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "known"),
-    [
-        (ASKED_BEFORE, [{"role": "assistant", "content": "<think>hm</think>yes"}], "user:hi;assistant:yes;user:"),
-        (NO_TOOLS, [calling("1")], None),
-    ],
-    ids=["thoughts left out", "results refused"],
-)
-def test_it_is_what_the_template_makes_of_it(
-    tokenizer_of: Any, template: str, messages: list[Any], known: str | None
-) -> None:
-    tokenizer = TokenizerAdapter(tokenizer_of(template))
-    request = GenerateRequest("m", messages=[{"role": "user", "content": "hi"}, *messages])
-    if known is None:
-        with pytest.raises(InvalidRequestError, match="no"):
-            known_prompt(tokenizer, request)
-    else:
-        assert tokenizer.decode(known_prompt(tokenizer, request)) == known
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
@@ -180,20 +150,6 @@ async def test_nothing_is_read_where_it_is_not_wanted(
     await follow(backend, await turn(backend, replace(CALLING, **fields)), tenant="stranger")
     await asyncio.sleep(0.05)
     assert backend.stats().prefills["launched"] == 0
-
-
-async def test_a_tool_that_is_faster_leaves_nothing_to_read(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "WAITS", (60.0,))
-    backend = backend_of()
-    tasks = len(asyncio.all_tasks())
-    message = await turn(backend, CALLING)
-    assert len(asyncio.all_tasks()) == tasks + 1
-    await follow(backend, message)
-    await asyncio.sleep(0)
-    assert len(asyncio.all_tasks()) == tasks and backend.stats().prefills["launched"] == 0
-    await turn(backend, CALLING)
-    await backend.aclose()  # which does not wait for a tool
-    assert len(asyncio.all_tasks()) == tasks
 
 
 def test_a_turn_comes_on_another_loop_after_its_own_was_closed(

@@ -81,14 +81,6 @@ def test_whatever_is_found_under_pressure_is_right(
         assert all(node.rows.nbytes == len(node.tokens) * BYTES for node in nodes)
 
 
-def test_where_both_do_not_fit_the_slots_are_moved() -> None:
-    store, tokens = PrefixCache(), list(range(30))
-    store.keep("t", tokens, slots_of(tokens))
-    store.keep("t", [7] * 20, slots_of([7] * 20))
-    assert content(store.find("t", tokens, 40, left_bytes=0)) == tokens
-    assert (store.nbytes, len(store)) == (0, 0)
-
-
 def test_what_is_handed_out_can_be_written_to() -> None:
     store = PrefixCache()
     tokens = list(range(10))

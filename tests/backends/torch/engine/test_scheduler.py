@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine import device_memory
-from agentspec.backends.torch.engine.device_memory import DEFAULT_BYTES, available, budget_of, promise, release
+from agentspec.backends.torch.engine.device_memory import available, budget_of, promise, release
 from agentspec.backends.torch.engine.kv_budget import ROOM, KVBudget
 from agentspec.backends.torch.engine.prefill import MOST_EXPECTED, Guesses
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.cache.deletion import Reach, select
-from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError, ShuttingDownError
+from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
 from agentspec.speculation.governor import CHUNKS
-from agentspec.types import GenerateRequest, Namespace, SamplingParams
+from agentspec.types import GenerateRequest, SamplingParams
 
 PROMPT = list(range(20, 40))
 SLOT_BYTES = 256  # of the tiny model
@@ -94,19 +93,6 @@ def test_requests_begin_in_their_order_within_memory_and_all_of_them(
     assert scheduler.idle and begun == sorted(left, key=lambda one: one.original.priority)
 
 
-def test_what_was_cancelled_is_gone_and_what_was_not_is_handed_back_at_the_end(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of(max_active=1)
-    running, waiting, cancelled = request_of(), request_of(), request_of()
-    for request in (running, waiting, cancelled):
-        scheduler.add(request)
-    scheduler.schedule(opened)
-    assert scheduler.cancel(cancelled) and not scheduler.cancel(cancelled)
-    assert set(map(id, scheduler.clear())) == {id(running), id(waiting)}
-    assert not scheduler.has_work and scheduler.kv_slots == 0
-    with pytest.raises(ShuttingDownError):
-        scheduler.add(request_of())
-
-
 def test_a_request_that_needs_lent_slots_is_no_work_until_they_are_back(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of(kv_bytes=SLOT_BYTES * 250)
     give_back = scheduler.kv_budget.lend(200, [])
@@ -163,28 +149,6 @@ def test_an_expected_prompt_is_read_in_idle_time_and_found(lab: Any, scheduler_o
     assert not scheduler.has_guess and scheduler.prefix_cache.nbytes == 0
 
 
-@pytest.mark.parametrize("reading", [False, True])
-@torch.inference_mode()
-def test_what_is_expected_is_forgotten_with_its_tenants_text(
-    lab: Any, scheduler_of: Any, opened: Any, reading: bool
-) -> None:
-    scheduler = scheduler_of()
-    gone = Reach(select(session="s").scope, lambda tenant: Namespace(tenant, "model"))
-    assert scheduler.guesses.expect(guess_of([*range(200)] * 2), 0)
-    if reading:
-        read(lab, scheduler, opened)
-    scheduler.mark_forgotten(gone)
-    scheduler.prefix_cache.forget(gone)
-    scheduler.guesses.pause()
-    assert (
-        not scheduler.has_guess
-        and not scheduler.guesses.expect(guess_of(PROMPT), 0)
-        and scheduler.guesses.expect(guess_of(PROMPT), 1)
-    )
-    scheduler.prefix_cache.shrink(None)
-    assert scheduler.prefix_cache.nbytes == 0 and scheduler.kv_slots == 0
-
-
 def test_a_tenant_that_expects_much_takes_nothing_from_another(scheduler_of: Any, opened: Any) -> None:
     scheduler = scheduler_of()
     for n in range(2 * MOST_EXPECTED):
@@ -217,12 +181,6 @@ def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any, c
     assert available(GPU) == 700
     release(first)
     assert promise(KVBudget(0, device=GPU), 3 << 20) == 3 << 20 and "kv_bytes promises 3 MiB of cuda:0" in caplog.text
-
-
-@pytest.mark.parametrize(("bytes", "share"), [(1000, 500), (1 << 60, DEFAULT_BYTES), (None, DEFAULT_BYTES)])
-def test_the_share_of_a_cpu_leaves_others_their_half(free: Any, bytes: int | None, share: int) -> None:
-    free(bytes)
-    assert promise(KVBudget(0), None) == share
 
 
 def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any, free: Any) -> None:

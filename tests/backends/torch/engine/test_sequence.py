@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from agentspec.backends.torch.engine.sequence import token_logprobs
-from agentspec.speculation.governor import Governor
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
@@ -97,11 +96,3 @@ def test_rows_together_have_the_values_of_each_alone_and_come_in_one_transfer(wa
         assert (entry.token_id, entry.text, entry.logprob) == (token, str(token), float(scores[token]))
         assert [one.token_id for one in entry.top] == best.indices.tolist()
         assert [one.logprob for one in entry.top] == best.values.tolist()
-
-
-def test_the_real_governor_changes_no_token(family: Any, tree_of: Any) -> None:
-    tokens = family.oracle(PROMPT, PLAIN, max_tokens=30)
-    script = knowing([*PROMPT, *tokens], tree_of, 8)
-    outcome = family.run(PROMPT, PLAIN, script, max_tokens=30, governor=Governor())
-    family.require_same(PROMPT, PLAIN, outcome.tokens, tokens)
-    assert outcome.rounds < 30
