@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError, ShuttingDownError
+from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission import Deadline, Slots
 from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
@@ -38,6 +39,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 
 QUEUED = 64  # requests that may wait for a local engine, besides those that it runs
+_BELOW_V1 = ("chat/completions", "completions", "responses", "messages", "embeddings", "models")
 APIS = (CHATS, TEXTS, ANTHROPIC, OPENAI_RESPONSES)
 """Where else another API needs a line: docs/structure.md, "Where to find"."""
 
@@ -167,7 +169,16 @@ async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1000})
         return
-    raise HTTPException(404)
+    path = shown_name(scope["path"])
+    raise HTTPException(404, f"{path!r}{_hint(scope['path'])}")
+
+
+def _hint(path: str) -> str:
+    """What to set, if a client adds other paths to its base URL than its user thought."""
+    if path.startswith("/v1/v1/"):
+        return "; this client adds /v1 to its base URL itself: leave /v1 out of it"
+    below = path.startswith(tuple(f"/{name}" for name in _BELOW_V1))
+    return "; the client's base URL has to end in /v1" if below else ""
 
 
 def _refuse_twice(routes: Sequence[Route]) -> None:

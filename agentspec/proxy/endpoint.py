@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import contains
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from agentspec.backends.base import Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Attempts, Pool
@@ -23,6 +25,8 @@ from agentspec.proxy.answering import answer_here
 from agentspec.proxy.api import Api
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget, RequestBody
+from agentspec.proxy.body.changing_prefix import MARK as CHANGING
+from agentspec.proxy.body.changing_prefix import without_changing_prefix
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.stored_names import refuse_stored_names
 from agentspec.proxy.body.upstream_fields import UpstreamFields
@@ -84,6 +88,8 @@ class GatewayEndpoint:
             async with until_disconnect(receive), slot as answer.release_slot:
                 body.fields = await body.work(parse_object, body.data)
                 route = self._route(body.fields, policy.strategy, answer)
+                if await body.work(contains, body.data, CHANGING) and not _is_anthropics(route.backend):
+                    body.fields, body.data = await body.work(without_changing_prefix, body.fields, body.data)
                 cached = services.runtime.settings.cache.store
                 context = RequestContext.of(
                     scope, headers, body.fields, answer, self.path, deadline, route, policy, cached
@@ -198,6 +204,13 @@ class GenerationEndpoint(GatewayEndpoint):
             return False
         async with context.deadline.limit():
             return await context.upstream.has_route(self.path, context.headers, context.off)
+
+
+def _is_anthropics(backend: Backend) -> bool:
+    """Whether Anthropic itself answers, which reads what its own clients write for it."""
+    if isinstance(backend, PoolBackend):
+        return any(member.backend.endpoint.is_anthropics for member, _ in backend.pool.members())
+    return isinstance(backend, OpenAIBackend) and backend.endpoint.is_anthropics
 
 
 def _model(fields: Mapping[str, Any]) -> str:

@@ -125,9 +125,10 @@ def _headers(error: Exception) -> dict[str, str]:
 
 def _of_route(error: HTTPException) -> AgentSpecError:
     """The error for an unknown route or a method that the route does not allow."""
+    hint = "" if error.detail == HTTPStatus(error.status_code).phrase else f" {error.detail}"
     message, code = {
         404: (
-            "no such route: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
+            f"no such route{hint}: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
             " /v1/embeddings and /v1/models; what an upstream has besides can be listed in server.extra_routes",
             "unknown_route",
         ),

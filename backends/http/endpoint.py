@@ -63,6 +63,11 @@ class Endpoint:
     def has_key(self) -> bool:
         return self._authorization is not None
 
+    @property
+    def is_anthropics(self) -> bool:
+        """Whether this is Anthropic's own server."""
+        return f".{self._url.host}".endswith(".anthropic.com")
+
     def __repr__(self) -> str:
         return f"Endpoint({self._shown!r}, api_key={'set' if self.has_key else 'none'})"
 
@@ -118,8 +123,7 @@ class Endpoint:
         scheme, _, key = authorization.partition(" ")
         if not path.startswith(MESSAGES) or scheme != "Bearer":
             return {"authorization": authorization}
-        is_anthropic = self._url.host.endswith("anthropic.com")
-        return {"x-api-key": key} | ({} if is_anthropic else {"authorization": authorization})
+        return {"x-api-key": key} | ({} if self.is_anthropics else {"authorization": authorization})
 
     async def fetch(
         self, method: str, path: str, *, body: bytes = b"", limit: int = MAX_ANSWER_BYTES, **options: Any

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -40,6 +41,14 @@ def test_pages(opened: Any) -> None:
         assert client.models.retrieve(MODEL).object == "model"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/none")
+    with anthropic.Anthropic(base_url=opened.url, api_key="none", max_retries=0) as other:
+        listed = other.models.list()
+        [found] = listed.data
+        assert (found.id, found.type, found.display_name, listed.has_more) == (MODEL, "model", MODEL, False)
+        assert listed.first_id == listed.last_id == MODEL and found.created_at.tzinfo
+        assert other.models.retrieve(MODEL) == found
+        with pytest.raises(anthropic.NotFoundError):
+            other.models.retrieve("org/none")
     assert httpx.get(f"{opened.url}/ready").json() == {"status": "ready"}
     assert set(httpx.get(f"{opened.url}/version").json()) == {"version"}
     metrics = httpx.get(f"{opened.url}/metrics")
@@ -49,14 +58,25 @@ def test_pages(opened: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nope", 404), ("POST", "/v1/assistants", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)],
+    [
+        ("GET", "/nope", 404),
+        ("POST", "/v1/assistants", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/health", 405),
+        ("POST", "/chat/completions", 404),
+        ("GET", "/models/m", 404),
+        ("POST", "/v1/v1/messages", 404),
+    ],
 )
 def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: str, path: str, status: int) -> None:
     response = httpx.request(method, opened.url + path)
     assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"].startswith("req-")
     assert (status == 405) == ("allow" in response.headers)
-    assert (status == 404) == ("there are /v1/chat/completions" in response.json()["error"]["message"])
+    message = response.json()["error"]["message"]
+    assert (status == 404) == (f"no such route {path!r}" in message and "there are /v1/chat/completions" in message)
+    assert ("has to end in /v1" in message) == path.startswith(("/chat", "/models"))
+    assert ("leave /v1 out" in message) == path.startswith("/v1/v1/")
 
 
 def test_unknown_names_make_no_labels(opened: Any) -> None:

@@ -160,12 +160,9 @@ class _ReasoningItem(_InputItem):
     prefix = "rs"
     summary: Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     content: Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    encrypted_content: Any = None
+    encrypted_content: Any = None  # of the server that wrote it, which alone can read it
 
     def normal(self, name: str) -> Item:
-        if self.encrypted_content and not (self.content or self.summary):
-            message = f"{name}.encrypted_content is not of this server, which cannot read it; leave the item out"
-            raise InvalidRequestError(message, param=f"{name}.encrypted_content")
         return {
             "summary": [{"type": "summary_text", "text": one.text} for one in self.summary or ()],
             "content": [{"type": "reasoning_text", "text": one.text} for one in self.content or ()],

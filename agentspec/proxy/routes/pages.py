@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import anyio
@@ -88,14 +89,19 @@ class Pages:
         return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": await self._objects(request)})
+        found = await self._objects(request)
+        if "anthropic-version" not in request.headers:
+            return json_response({"object": "list", "data": found})
+        data = [_as_anthropics(model) for model in found]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return json_response({"data": data, "has_more": False, **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         found = next((model for model in await self._objects(request) if model["id"] == name), None)
         if found is None:
             raise ModelNotFoundError(f"no model {name[:256]!r} here", param="model")
-        return json_response(found)
+        return json_response(_as_anthropics(found) if "anthropic-version" in request.headers else found)
 
     async def _objects(self, request: Request) -> list[dict[str, Any]]:
         """The configured models and their aliases; without any, those of the sole upstream, which accepts any name."""
@@ -122,6 +128,14 @@ class Pages:
 
     def _object(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "agentspec"}
+
+
+def _as_anthropics(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as Anthropic's API lists it."""
+    created = model.get("created")
+    made = datetime.fromtimestamp(created if type(created) is int and 0 <= created < 1 << 34 else 0, UTC)
+    about = {"display_name": model["id"], "created_at": made.isoformat(), "lifecycle": "active"}
+    return {"type": "model", "id": model["id"], **about}
 
 
 def index_figures(runtime: Runtime) -> list[IndexFigures]:

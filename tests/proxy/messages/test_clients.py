@@ -10,10 +10,13 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import pytest
 from anthropic import types
 from pydantic import TypeAdapter
 
+from agentspec.backends.openai import OpenAIBackend
+from agentspec.backends.settings import OpenAISettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Usage
 
@@ -178,3 +181,61 @@ def test_two_turns_and_the_side_requests_of_claude_code(gateway: Any) -> None:
     counted = {name: FIRST[name] for name in ("model", "messages", "system", "tools", "thinking")}
     answer = post(url, counted, "/v1/messages/count_tokens?beta=true")
     assert types.MessageTokensCount.model_validate(answer.json(), strict=True).input_tokens > 10
+
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.160; cc_entrypoint=cli; cch={};"
+RULES = "You look after a house."
+
+
+def texts(*said: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": one, **more} for one in said]
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+CHANGING: dict[str, tuple[str, Any]] = {
+    "first of several blocks": ("messages", {"system": texts(LINE, RULES)}),
+    "a block to be cached": ("messages", {"system": texts(LINE, RULES, cache_control=EPHEMERAL)}),
+    "a string": ("messages", {"system": f"{LINE}\n\n{RULES}"}),
+    "one line with the rules": ("messages", {"system": f"{LINE} {RULES}"}),
+    "a chat": ("chat/completions", {"messages": [system(f"{LINE}\n{RULES}")]}),
+    "a chat's message of its own": ("chat/completions", {"messages": [system(LINE), system(RULES)]}),
+    "a chat's parts": ("chat/completions", {"messages": [system(texts(LINE, RULES))]}),
+    "instructions": ("responses", {"instructions": f"{LINE}\n{RULES}"}),
+    "an item": ("responses", {"input": [system(f"{LINE}\n{RULES}")]}),
+}
+
+
+def asked(path: str, given: Any, value: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(json.dumps({"model": "m", **given}).replace("{}", value))
+    where = "input" if path == "responses" else "messages"
+    body[where] = [*body.get(where, ()), {"role": "user", "content": f"Is {LINE} a header?"}]
+    return body | ({"max_tokens": 9} if path == "messages" else {})
+
+
+@pytest.mark.parametrize(("path", "given"), CHANGING.values(), ids=CHANGING)
+def test_a_line_that_changes_with_every_request_stays_out_of_prompts(
+    gateway: Any, upstream: Any, path: str, given: Any
+) -> None:
+    """Here and at upstreams that are not Anthropic's; what a user says of it stays."""
+    fake, theirs = FakeBackend("a", "b"), list[bytes]()
+    server = upstream(lambda request: request.answer(b"{}", 400 if request.body == b"{}" else 200))
+
+    def answer(request: Any) -> Any:
+        theirs.append(request.content)
+        return httpx2.Response(400 if request.content == b"{}" else 200, json={})
+
+    settings = OpenAISettings(base_url="https://api.anthropic.com/v1", server_kind="other")  # type: ignore[arg-type]
+    own = OpenAIBackend(settings, transport=httpx2.MockTransport(answer))
+    running = gateway({"m": fake, "up": server.backend(server_kind="other"), "own": own})
+    for value in ("3fa91", "c07de"):
+        body = asked(path, given, value)
+        for model in ("m", "up", "own"):
+            assert httpx.post(f"{running.url}/v1/{path}", json={**body, "model": model}).status_code == 200
+    said = [[str(message["content"]) for message in request.messages or ()] for request in fake.requests]
+    assert said[0] == said[1] and RULES in said[0][0] and LINE in said[0][-1]
+    first, second = (one.body for one in server.requests if one.method == "POST" and one.body != b"{}")
+    assert first == second and first.count(b"billing-header") == 1 and RULES.encode() in first
+    assert value.encode() in theirs[-1] and theirs[-1].count(b"billing-header") == 2
