@@ -255,6 +255,7 @@ def test_commands_and_their_options_exist() -> None:
         while words and hasattr(command, "commands") and words[0] in command.commands:
             command = command.commands[words.pop(0)]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        words = words[: words.index("--")] if "--" in words else words
         unknown += [line for word in words if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
         unknown += [line] if hasattr(command, "commands") and words != ["--help"] else []
     assert unknown == []

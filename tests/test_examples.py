@@ -121,15 +121,11 @@ def stage(repository: Path, gateway: str, play: list[Play], tmp_path: Path) -> S
     return Stage(repository, gateway, play, tmp_path)
 
 
-def steps(printed: str) -> dict[str, list[str]]:
+def steps(printed: str) -> dict[str, dict[str, str]]:
     """The rows of the report at the end, by their step."""
-    table = printed[re.search(r"workflow +step", printed).start() :].splitlines()  # type: ignore[union-attr]
-    rows = [re.split(r"\s{2,}", line.strip()) for line in table[1:]]
-    return {row[1]: row for row in rows}
-
-
-def nonsense(prompt: str) -> str:
-    return "I am a teapot, {short and [stout"
+    table = printed[re.search(r"workflow +step", printed).start() :].partition("\n\n")[0]  # type: ignore[union-attr]
+    heads, *rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    return {row[1]: dict(zip(heads, row, strict=True)) for row in rows}
 
 
 def sql_model(prompt: str) -> str:
@@ -147,7 +143,7 @@ def test_text_to_sql(stage: Stage) -> None:
     printed = stage.run("text_to_sql/agent.py", sql_model, "Customers by city?")
     assert "There are 4 cities." in printed and "SELECT city, COUNT(*) FROM customers GROUP BY city" in printed
     assert set(steps(printed)) == {"link", "write", "repair", "answer"}
-    assert "0.12" in steps(printed)["write"][-1]
+    assert "0.12" in steps(printed)["write"]["est. s saved"]
     assert stage.recorded == {"link", "write", "repair", "answer"}
 
 
@@ -166,7 +162,7 @@ def test_market_agents(stage: Stage) -> None:
     ]
     rows = steps(printed)
     assert set(rows) == {"trend", "momentum", "risk", "volume", "decide"} == stage.recorded
-    assert {row[5] for row in rows.values()} == {"3"}  # calls: one for each symbol
+    assert {row["calls"] for row in rows.values()} == {"3"}  # one for each symbol
 
 
 def series_model(prompt: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, kb, model, serve, verify
+from agentspec.cli import bench, cache, config, demo, kb, launch, model, serve, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Makes agent workflows faster without changing their output.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.",
 )
@@ -40,7 +41,8 @@ def main(
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-app.command()(serve.serve)
+app.command(context_settings={"allow_extra_args": True})(serve.serve)
+app.command()(launch.launch)
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")

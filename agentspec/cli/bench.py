@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.common import FAILED, ModelOption, plural, require_writable
+from agentspec.cli.common import FAILED, ModelOption, command_group, plural, require_writable
 from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
 from agentspec.errors import ConfigurationError
 
@@ -25,7 +25,7 @@ TORCH = ("torch", "transformers")  # packages whose versions go into the JSON fi
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 R = TypeVar("R", bound="BenchmarkReport")
 T = TypeVar("T")
-app = typer.Typer(help="Measure speed-ups on this machine.", no_args_is_help=True)
+app = command_group("Measure speed-ups on this machine.")
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file")]
 TracesOption = Annotated[
     list[Path] | None, typer.Option(help="Recorded calls to force as answers", exists=True, dir_okay=False)
@@ -110,7 +110,7 @@ def agent(
 
 @app.command()
 def tools(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     read_only: Annotated[list[str] | None, typer.Option(help="Patterns of tools that may run early")] = None,
     share: Annotated[float, typer.Option(help="The share of the time that tools take", min=0.01, max=0.99)] = 0.5,
     json: JsonFile = None,
@@ -125,7 +125,7 @@ def tools(
 def cache(
     data: Annotated[list[Path], typer.Option(help="Recorded calls, FILE.jsonl.gz", exists=True, dir_okay=False)],
     tokenizer: Annotated[Path, typer.Option(help="Folder with a ChatML tokenizer.json", exists=True, file_okay=False)],
-    more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", exists=True, dir_okay=False)] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="FILE", exists=True, dir_okay=False)] = None,
     calls: Annotated[int, typer.Option(help="Only the first so many calls of each file", min=1)] = 600,
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     costs: Annotated[bool, typer.Option(help="Measure times and sizes on synthetic text too")] = True,
@@ -176,8 +176,8 @@ def gateway(
 
 @app.command()
 def traces(
-    source: Annotated[LogSource, typer.Argument(help="Which project's logs they are")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", exists=True, dir_okay=False)],
+    source: Annotated[LogSource, typer.Argument(metavar="SOURCE", help="Which project's logs they are")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz")],
 ) -> None:
     """Turn published logs of agents into recorded calls for `agentspec bench cache`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
-from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, command_group, load, plural, print_json
 from agentspec.cli.recorded_files import (
     Advance,
     Files,
@@ -41,7 +41,7 @@ PathOption = Annotated[str | None, typer.Option(help="The cache's folder or addr
 _ERASURE_SECONDS = 60.0  # how long `forget` waits for others to let what it deleted be erased
 _FORGET_MEMORY = 1 << 20  # bytes; deleting needs the database, not the index
 
-app = typer.Typer(help="Look into the token cache, fill it, look after it, or make it forget.", no_args_is_help=True)
+app = command_group("Look into the token cache, fill it, look after it, or make it forget.")
 
 
 @app.command()

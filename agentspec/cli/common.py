@@ -27,6 +27,11 @@ ModelOption = Annotated[str, typer.Option(help="Built-in name, folder, GGUF file
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def command_group(help: str) -> typer.Typer:
+    """The commands of one subject. Help is plain text: Rich takes what stands in brackets, as defaults, for markup."""
+    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
+
+
 class ErrorGroup(TyperGroup):
     """Reports an `AgentSpecError` as one line on stderr, without a traceback."""
 

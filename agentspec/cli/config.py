@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentspec.cli.common import FAILED, ConfigOption, JsonOption, config_file, load, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, command_group, config_file, load, print_json
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from agentspec.cli.doctor import Check
     from agentspec.settings.load import Settings
 
-app = typer.Typer(help="Show and check the configuration.", no_args_is_help=True)
+app = command_group("Show and check the configuration.")
 _MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 
 

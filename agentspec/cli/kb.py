@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import JsonOption, ModelOption, print_json
+from agentspec.cli.common import JsonOption, ModelOption, command_group, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
 
-app = typer.Typer(help="Make knowledge bases.", no_args_is_help=True)
-knn = typer.Typer(help="Build a KNN-LM datastore.", no_args_is_help=True)
+app = command_group("Make knowledge bases.")
+knn = command_group("Build a KNN-LM datastore.")
 
 
 class KindName(StrEnum):
@@ -37,7 +37,7 @@ def of_hidden_states() -> None:
 
 @app.command()
 def build(
-    corpus: Annotated[Path, typer.Argument(metavar="CORPUS.jsonl", exists=True, dir_okay=False)],
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option("--out", help="Folder to make; an index there is replaced", file_okay=False)],
     kind: Annotated[KindName, typer.Option(help="Embeddings, the same by a graph, or words")] = KindName.dense,
     model: Annotated[str | None, typer.Option(help="Embedding model: a name or folder", show_default="minilm")] = None,
@@ -81,7 +81,7 @@ def _lasting(model: str) -> str:
 
 @knn.command("build")
 def build_datastore(
-    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS.jsonl...", exists=True, dir_okay=False)],
+    corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is continued")],
     model: ModelOption = "smollm2-135m",
 ) -> None:

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Fetch models, and list the built-in ones.", no_args_is_help=True)
+from agentspec.cli.common import command_group
+
+app = command_group("Fetch models, and list the built-in ones.")
 
 
 @app.callback()
@@ -17,7 +19,7 @@ def model() -> None:
 @app.command()
 def fetch(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
+        str | None, typer.Argument(metavar="NAME", help="Built-in name, folder, GGUF file or model-hub id (org/name)")
     ] = None,
 ) -> None:
     """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models."""

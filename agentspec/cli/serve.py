@@ -18,6 +18,7 @@ class LogLevel(StrEnum):
 
 
 def serve(
+    context: typer.Context,
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="Serve only this model: a name, folder or GGUF file")] = None,
     upstream: Annotated[str | None, typer.Option(help="Serve only this OpenAI-compatible endpoint, a /v1 URL")] = None,
@@ -32,6 +33,8 @@ def serve(
 
     An upstream's API key comes from AGENTSPEC_BACKENDS__UPSTREAM__API_KEY.
     """
+    if context.args:
+        raise typer.BadParameter("write --model {0}, or --upstream URL, not {0!r} alone".format(*context.args))
     if model is not None and upstream is not None:
         raise typer.BadParameter("give --model or --upstream, not both; a configuration file can name several backends")
     backends = _backends(model, upstream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ MAX_ROWS = 1024
 OTHER: Key = ("(other)", "(other)")
 NO_STEP = "(no step)"
 _NAMES = 2  # columns of names; the others are numbers
+_GAP = 2  # blanks between columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,9 @@ class StepStatistics:
         with self._lock:
             self._rows.clear()
 
+    def __repr__(self) -> str:
+        return f"<StepStatistics of {len(self._rows)} steps>"
+
     def _add(self, key: Key, **more: float) -> None:
         with self._lock:
             if key not in self._rows and len(self._rows) >= MAX_ROWS:
@@ -110,9 +116,9 @@ class StepStatistics:
             self._rows[key] = replace(row, **{name: getattr(row, name) + value for name, value in more.items()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """A snapshot of the statistics. `print(report)` shows a table."""
+    """A snapshot of the statistics. `print(report)` shows a table as wide as the terminal, a notebook all columns."""
 
     rows: tuple[StepRow, ...]
     statistics: StepStatistics
@@ -125,11 +131,23 @@ class Report:
         self.statistics.reset()
 
     def __str__(self) -> str:
-        cells = [[_cell(getattr(row, column), column) for _, column in _COLUMNS] for row in self.rows]
-        lines = [[title for title, _ in _COLUMNS], *cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        shown = ["  ".join(map(_aligned, line, widths, range(len(line)))).rstrip() for line in lines]
-        return "\n".join(shown if any(row.calls for row in self.rows) else [*shown, _UNCOUNTED])
+        width = shutil.get_terminal_size().columns
+        columns = [[title, *(_cell(row, field) for row in self.rows)] for title, field in _COLUMNS]
+        columns[:_NAMES] = [[_cut(cell, width // 5) for cell in names] for names in columns[:_NAMES]]
+        shown = _fitting(columns, width)
+        widths = [max(map(len, columns[number])) for number in shown]
+        lines = zip(*(columns[number] for number in shown), strict=True)
+        text = [(" " * _GAP).join(map(_aligned, line, widths, shown)).rstrip() for line in lines]
+        if left := [title for number, (title, _) in enumerate(_COLUMNS) if number not in shown]:
+            text += ["", _cut(f"Not shown: {', '.join(left)}", width)]
+        return "\n".join(text if any(row.calls for row in self.rows) else [*text, _UNCOUNTED])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{title}</th>" for title, _ in _COLUMNS)
+        rows = ("".join(f"<td>{html.escape(_cell(row, field))}</td>" for _, field in _COLUMNS) for row in self.rows)
+        return f"<table><tr>{heads}</tr>{''.join(f'<tr>{cells}</tr>' for cells in rows)}</table>"
 
 
 _UNCOUNTED = (
@@ -153,13 +171,34 @@ _COLUMNS = (
     ("accepted", "accepted"),
     ("est. s saved", "estimated_seconds_saved"),
 )
+# Those that a narrow terminal shows first.
+_FIRST = ("calls", "tokens", "errors", "failed", "est. s saved", "tokens/forward", "forwards", "model s", "accepted")
 
 
-def _cell(value: str | float | None, column: str) -> str:
+def _fitting(columns: list[list[str]], width: int) -> list[int]:
+    """The positions of the columns that fit: names, then those that say something, the first of them first."""
+
+    def rank(number: int) -> tuple[bool, int]:
+        title, *cells = columns[number]
+        return {*cells} <= {"0", "0.00", "-"}, _FIRST.index(title) if title in _FIRST else len(_FIRST)
+
+    shown = list(range(_NAMES))
+    for number in sorted(range(_NAMES, len(columns)), key=rank):
+        if sum(max(map(len, columns[one])) + _GAP for one in (*shown, number)) - _GAP <= width:
+            shown.append(number)
+    return sorted(shown)
+
+
+def _cell(row: StepRow, field: str) -> str:
     """A value as the table shows it; a lone surrogate in a name becomes a question mark."""
+    value = getattr(row, field)
     if value is None:
-        value = NO_STEP if column == "step" else "-"
+        value = NO_STEP if field == "step" else "-"
     return (f"{value:.2f}" if isinstance(value, float) else str(value)).encode("utf-8", "replace").decode()
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."
 
 
 def _aligned(cell: str, width: int, column: int) -> str:

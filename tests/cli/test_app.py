@@ -5,11 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import typer.main
 
-COMMANDS = ["serve", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn"]
+from agentspec.cli import app
+
+COMMANDS = ["serve", "launch", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn"]
 
 
 def test_help_names_every_command_and_the_exit_codes(program):
@@ -20,6 +26,30 @@ def test_help_names_every_command_and_the_exit_codes(program):
         assert re.search(rf"^\W*{command}\b", result.output, re.MULTILINE)
         assert "Usage:" in program(command, "--help").output
     assert re.fullmatch(r"agentspec \d+\.\d+\.\d+\n", program("--version").output)
+
+
+def commands(group: Any, name: str = "agentspec") -> Iterator[tuple[str, Any]]:
+    yield name, group
+    for child, command in getattr(group, "commands", {}).items():
+        yield from commands(command, f"{name} {child}")
+
+
+EVERY = dict(commands(typer.main.get_command(app)))
+
+
+def test_help_shows_all_that_is_written_and_every_default() -> None:
+    for name, command in EVERY.items():
+        with command.make_context(name, [], resilient_parsing=True) as context:
+            context.max_content_width = context.terminal_width = 400
+            shown = " ".join(command.get_help(context).split())
+        written = [command.help, *(one.help or "" for one in command.params)]
+        assert [text for text in written if " ".join(text.split()) not in shown] == [], name
+        for one in command.params:
+            flag, default = getattr(one, "is_flag", False), one.default
+            assert not flag or not re.search(rf"{one.opts[0]} <", shown), (name, one.name)
+            said = one.required or flag or default in (None, (), []) or callable(default) or "[default: " in shown
+            assert said, (name, one.name)
+            assert one.param_type_name == "option" or re.fullmatch("[A-Z]+", one.metavar or ""), (name, one.name)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +92,7 @@ def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
         (("--model", "a", "--upstream", "http://b"), "give --model or --upstream, not both"),
         (("--upstream", "nope"), "command line: backends.upstream.base_url = 'nope'"),
         (("--model", "./absent", "--no-store"), "./absent"),
+        (("smollm2-135m",), "write --model smollm2-135m"),
     ],
 )
 def test_what_cannot_be_served_is_refused(program, arguments, says):

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.tools import tool
 
 from agentspec.errors import EngineError, InvalidRequestError
@@ -78,6 +80,7 @@ def test_what_the_report_counts_of_model_calls() -> None:
     assert "plan" in text and "tokens/forward" in text and "4.00" in text and "no model call" not in text
     report().reset()
     assert report().rows == () and len(before.rows) == 2, "a report is a snapshot"
+    assert "StepStatistics of 0 steps" in repr(before.statistics) and repr(before) == str(before)
     step("plan")(lambda: None)()
     assert row("plan").runs == 1 and "no model call was counted" in str(report())
 
@@ -103,6 +106,19 @@ def test_rows_are_bounded_and_no_count_is_lost() -> None:
     assert len(rows) == 1025 and (rows[-1].workflow, rows[-1].step) == ("(other)", "(other)")
     assert sum(row.runs for row in rows) == 1600
     assert " ?" in str(report()).encode().decode(), "any name can be printed"
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=40), st.integers(0, 10**9)), max_size=3), st.integers(60, 250))
+def test_a_report_fits_the_terminal_and_a_notebook_gets_every_column(rows: list[tuple[str, int]], width: int) -> None:
+    report().reset()
+    for name, tokens in rows:
+        step(name, workflow="<w>")(model_of(Answer("a", usage=Usage(tokens, tokens))).invoke)("x")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        lines, table = str(report()).splitlines(), report()._repr_html_()
+    assert max(map(len, lines[: len(report().rows) + 1])) <= width and "calls" in lines[0] and "tokens" in lines[0]
+    assert width < 200 or ("est. s saved" in lines[0] and "rounds" in lines[0])
+    assert table.count("<th>") == 16 and table.count("<td>") == 16 * len(report().rows) and "<w>" not in table
 
 
 def test_labels_nest_and_end() -> None:
