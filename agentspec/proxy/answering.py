@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.validation import shown_name
 from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
 from agentspec.proxy.api import Api, ApiWriter, History, json_response, respond
 from agentspec.proxy.body.amounts import check_amounts
@@ -36,21 +38,48 @@ async def answer_here(
     backend, runtime = context.route.backend, services.runtime
     if not isinstance(backend, OpenAIBackend):
         require_route(api, backend, answer)
-    history = await _history(api, services.keeper, context, body)
+    history = await read_history(api, services.keeper, context, body)
+    fields = without_hosted_tools(body.fields, answer, services.settings)
     if isinstance(backend, OpenAIBackend):
         async with context.deadline.limit():
-            data, writer = await chat_request(api, backend, body, context, history)
-        answer.response_headers = TRANSLATED
+            data, writer = await chat_request(api, backend, fields, body, context, history)
+        answer.response_headers = {**answer.response_headers, **TRANSLATED}
         deltas = chat_deltas(backend, data, context, answer, body.wait_for)
     else:
-        requests, writer = await body.work(_parse, api, body.fields, context, history, services.settings)
+        requests, writer = await body.work(parse_here, api, fields, context, history, services.settings)
         if isinstance(backend, AddsHeaders):
-            answer.response_headers = backend.response_headers(requests[0])
+            answer.response_headers = {**answer.response_headers, **backend.response_headers(requests[0])}
         each = [partial(runtime.answer, request, context.route) for request in requests]
         deltas = each[0]() if len(each) == 1 else merged(each, requests[0].sampling.n)
     if answer.attempt is None:
         body.release()
     await Sending(writer, context, body, answer, services.keeper).send(deltas)
+
+
+_OWN_TOOLS = ("function", "custom", "namespace")  # that a client runs, and a model knows by their description alone
+DROPPED = "x-agentspec-dropped"
+
+
+def without_hosted_tools(
+    fields: Mapping[str, Any], answer: RequestAnswer, settings: ServerSettings
+) -> Mapping[str, Any]:
+    """`fields` without tools that only a service has, if the settings say so; the answer's header lists them."""
+    given = fields.get("tools")
+    offered = given if isinstance(given, list) and settings.hosted_tools == "drop" else []
+    hosted = [one for one in offered if isinstance(one, dict) and one.get("type") not in (None, *_OWN_TOOLS)]
+    if not hosted:
+        return fields
+    names = {str(one.get(name)) for one in hosted for name in ("type", "name") if one.get(name)}
+    left = {**fields, "tools": [one for one in offered if one not in hosted]}
+    choice = fields.get("tool_choice")
+    chosen = choice if isinstance(choice, dict) else {}
+    if not left["tools"] or names & {str(chosen.get(name)) for name in ("type", "name")}:
+        left.pop("tool_choice", None)
+    if isinstance(include := fields.get("include"), list):  # what hosted tools are to show
+        left["include"] = [one for one in include if "_call" not in str(one)]
+    shown = ", ".join(sorted({shown_name(str(one.get("type"))) for one in hosted})[:16])
+    answer.response_headers = {**answer.response_headers, DROPPED: re.sub(r"[^\w.,? -]", "?", shown)}
+    return left
 
 
 def require_route(api: Api, backend: Backend, answer: RequestAnswer) -> None:
@@ -70,15 +99,16 @@ def check_roles(fields: Mapping[str, Any], path: str, backend: Backend, limits: 
         UpstreamFields(upstream.settings).check_template_arguments(fields.get("chat_template_kwargs"))
 
 
-def _parse(
+def parse_here(
     api: Api, fields: Mapping[str, Any], context: RequestContext, history: History, limits: ServerSettings
 ) -> tuple[Sequence[GenerateRequest], ApiWriter]:
+    """The requests for a backend of this process, and what writes their answer."""
     check_roles(fields, api.path, context.route.backend, limits)
     requests, writer = api.parse(fields, context, history)
     return [context.complete(request) for request in requests], writer
 
 
-async def _history(api: Api, keeper: Keeper, context: RequestContext, body: RequestBody) -> History:
+async def read_history(api: Api, keeper: Keeper, context: RequestContext, body: RequestBody) -> History:
     """The items of the stored answers that the request continues."""
     previous = body.fields.get("previous_response_id") if api.keeps_answers else None
     if not isinstance(previous, str):  # another value is refused where the fields are read

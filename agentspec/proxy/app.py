@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
+from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, INPUT_TOKENS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError, ShuttingDownError
 from agentspec.protocol.validation import shown_name
@@ -26,7 +26,7 @@ from agentspec.proxy.body.budget import BodyBudget
 from agentspec.proxy.completions.api import CHATS, TEXTS
 from agentspec.proxy.endpoint import GatewayEndpoint, GenerationEndpoint, Services
 from agentspec.proxy.logs import logger
-from agentspec.proxy.messages.api import ANTHROPIC, CountTokensEndpoint
+from agentspec.proxy.messages.api import ANTHROPIC
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
 from agentspec.proxy.responses.api import OPENAI_RESPONSES
@@ -34,7 +34,7 @@ from agentspec.proxy.responses.stored import Keeper, StoredRoute
 from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.routes.pages import Pages
-from agentspec.proxy.routes.tokenization import TokenizationEndpoint
+from agentspec.proxy.routes.tokenization import CountTokensEndpoint, TokenizationEndpoint
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 
@@ -92,7 +92,9 @@ def _most_at_once(settings: Settings) -> int:
 
 def _generating(settings: Settings, services: Services) -> Iterator[RecordedRoute]:
     endpoints: list[GatewayEndpoint] = [GenerationEndpoint(api.path, services, api) for api in APIS]
-    endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC)]
+    endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC, {})]
+    counted = {"object": "response.input_tokens"}
+    endpoints.append(CountTokensEndpoint(INPUT_TOKENS, services, OPENAI_RESPONSES, counted))
     endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
     if extra := settings.server.extra_routes:
         upstream = sole_upstream(settings)

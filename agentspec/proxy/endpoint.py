@@ -157,8 +157,13 @@ class GatewayEndpoint:
     def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         if self.services.several_tenants:
             refuse_stored_names(fields)
-        check_amounts(fields, self.path, self.services.settings)
-        UpstreamFields(backend.settings).check(fields, self.path)
+        check_amounts(fields, self.rules, self.services.settings)
+        UpstreamFields(backend.settings).check(fields, self.rules)
+
+    @property
+    def rules(self) -> str:
+        """The route whose fields and amounts are allowed here."""
+        return self.path
 
     async def pass_on(
         self,
@@ -189,7 +194,14 @@ class GenerationEndpoint(GatewayEndpoint):
                     await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
                 await self.pass_on(context, body, answer, self._inspector(body.fields))
                 return
+        await self.answer_itself(context, body, answer)
+
+    async def answer_itself(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
         await answer_here(self.api, self.services, context, body, answer)
+
+    @property
+    def rules(self) -> str:
+        return self.api.path
 
     def _inspector(self, fields: Mapping[str, Any]) -> Inspector:
         return self.api.inspector() if self.api.inspector else StreamInspector(expected_choices(self.path, fields))

@@ -142,6 +142,13 @@ class ServerSettings(SettingsModel):
         default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
     )
 
+    # Requests that the gateway answers itself.
+    hosted_tools: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description="Tools that only a hosted service has (web_search, code_interpreter, ...), for other models: 400,"
+        " or left out, as the header x-agentspec-dropped then says",
+    )
+
     # Upstreams.
     secret: SecretStr | None = Field(
         default=None,

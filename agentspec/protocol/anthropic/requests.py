@@ -107,14 +107,14 @@ class MessagesRequest:
         return replace(self, chat={})
 
 
-def parse_messages(body: Mapping[str, Any], *, templated: bool = True, count: bool = False) -> MessagesRequest:
-    """Read a request, or with `count` one to count the tokens of.
+def parse_messages(body: Mapping[str, Any], *, templated: bool = True) -> MessagesRequest:
+    """Read a request.
 
     `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
     name of a tool. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured.
     """
     fields = MessagesBody.parse(body)
-    if fields.max_tokens is None and not count:
+    if fields.max_tokens is None:
         raise InvalidRequestError("max_tokens is missing: the Messages API requires it", param="max_tokens")
     messages, effort = _chat_messages(fields)
     prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
@@ -122,8 +122,7 @@ def parse_messages(body: Mapping[str, Any], *, templated: bool = True, count: bo
         messages = [{name: one[name] for name in one if name != "reasoning_content"} for one in messages]
     thinking = fields.thinking or _Thinking(type="enabled")
     chat = {name: body[name] for name in PASSED if body.get(name) is not None}
-    chat |= {"model": fields.model, "messages": messages}
-    chat |= {} if fields.max_tokens is None else {"max_tokens": fields.max_tokens}
+    chat |= {"model": fields.model, "messages": messages, "max_tokens": fields.max_tokens}
     chat |= {"stop": [*fields.stop_sequences, *(fields.stop or ())]} if fields.stop_sequences else {}
     chat |= {"continue_final_message": True, "add_generation_prompt": False} if prefilled else {}
     chat |= _tools(fields)

@@ -15,7 +15,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from starlette.types import Scope
 
-from agentspec.backends.base import COUNT_TOKENS, MESSAGES
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
 from agentspec.proxy.body.allowed_fields import (
@@ -142,7 +141,7 @@ class UpstreamFields:
                 )
 
     def _check_names(self, fields: Mapping[str, Any], path: str) -> None:
-        api = BY_API.get(MESSAGES if path == COUNT_TOKENS else path, OTHER_ROUTES)
+        api = BY_API.get(path, OTHER_ROUTES)
         allowed = api.union(self._added, *(BY_KIND[kind] for kind in self._kinds))
         for name in fields:
             if name not in allowed:

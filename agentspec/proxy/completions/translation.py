@@ -26,14 +26,19 @@ _HOSTED = ("api.openai.com", ".openai.azure.com")  # their newer models refuse `
 
 
 async def chat_request(
-    api: Api, backend: OpenAIBackend, body: RequestBody, context: RequestContext, history: History
+    api: Api,
+    backend: OpenAIBackend,
+    given: Mapping[str, Any],
+    body: RequestBody,
+    context: RequestContext,
+    history: History,
 ) -> tuple[bytes, ApiWriter]:
-    """The body of the chat that the upstream is asked for, with what the backend sends about the client; and what
-    writes the answer in the form of `api`.
+    """The body of the chat that the upstream is asked for by the fields `given`, with what the backend sends about the
+    client; and what writes the answer in the form of `api`.
     """
     assert api.translate is not None
     templated = await backend.server_kind() in TEMPLATED
-    chat, writer = await body.work(api.translate, body.fields, context, history, templated)
+    chat, writer = await body.work(api.translate, given, context, history, templated)
     fields = {**chat, "model": context.route.upstream_model}
     if context.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

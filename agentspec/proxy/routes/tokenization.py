@@ -1,4 +1,6 @@
-"""`POST /tokenize` and `/detokenize`, as vLLM has them: passed to upstreams, answered for models of this process."""
+"""`POST /tokenize` and `/detokenize`, as vLLM has them, and the counts of a prompt's tokens: by upstreams that have
+these routes, and for models of this process.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from agentspec.backends.base import TOKENIZE, Tokenization, is_local, tokenization_of
+from agentspec.backends.base import MESSAGES, TOKENIZE, Backend, Tokenization, is_local, tokenization_of
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.errors import ContextLengthError, InvalidRequestError
+from agentspec.backends.pool.backend import PoolBackend
+from agentspec.errors import ContextLengthError, InvalidRequestError, UpstreamStatusError
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.validation import Body, Text, TokenIds
 from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.api import respond
+from agentspec.proxy.answering import parse_here, read_history, require_route, without_hosted_tools
+from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
-from agentspec.proxy.endpoint import GatewayEndpoint
+from agentspec.proxy.completions.translation import TEMPLATED
+from agentspec.proxy.endpoint import GatewayEndpoint, GenerationEndpoint
 from agentspec.proxy.forwarding import StreamInspector
 from agentspec.proxy.request_context import RequestContext
 from agentspec.runtime import Route
@@ -128,3 +134,59 @@ def _refuse_of_chat(body: _TokenizeBody) -> None:
     for name in _SHAPING:
         if getattr(body, name) not in (None, []):
             raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)
+
+
+@dataclass(slots=True)
+class CountTokensEndpoint(GenerationEndpoint):
+    """Counts the tokens of an API's prompt; a strategy's by its base model. An upstream with the route counts itself.
+
+    `form` is the rest of the answer.
+    """
+
+    generates: ClassVar[bool] = False
+    form: Mapping[str, str]
+
+    async def answer_itself(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
+        backend = context.route.backend
+        fields = without_hosted_tools(body.fields, answer, self.services.settings)
+        fields = {"max_tokens": 1, **fields} if self.api.path == MESSAGES else fields
+        history = await read_history(self.api, self.services.keeper, context, body)
+        async with context.deadline.limit():
+            if isinstance(backend, OpenAIBackend):
+                assert self.api.translate is not None
+                templated = await backend.server_kind() in TEMPLATED
+                chat, _ = await body.work(self.api.translate, fields, context, history, templated)
+                prompt = chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {}
+                count = await _counted(backend, context.route.upstream_model, prompt)
+            else:
+                require_route(self.api, backend, answer)
+                settings = self.services.settings
+                [request], _ = await body.work(parse_here, self.api, fields, context, history, settings)
+                base = await self._base_of(fields["model"])
+                prompt = request.messages or (), request.tools, request.template_arguments
+                count = await _counted(base.backend, base.upstream_model, prompt)
+        await respond(answer, json_response({**self.form, "input_tokens": count}))
+
+    async def _base_of(self, model: str) -> Route:
+        """The route of a plain model, or of a strategy's base model; of a pool, that of one of its servers."""
+        route = self.services.runtime.base_of(model)
+        if not isinstance(route.backend, PoolBackend):
+            return route
+        backend, known = await route.backend.any_server()
+        return Route(route.backend_name, backend, known or route.upstream_model)
+
+
+async def _counted(backend: Backend, model: str, prompt: tuple[Any, Any, Any]) -> int:
+    """The tokens of messages, tools and template arguments: of an upstream by vLLM's endpoints. Raises 404 without."""
+    if isinstance(backend, OpenAIBackend):
+        try:
+            return len(await backend.tokenizer_of(model).rendered_ids(*prompt))
+        except UpstreamStatusError as error:
+            if error.status in (404, 405, 501):
+                raise HTTPException(404) from None
+            raise
+    if not isinstance(backend, Tokenization):
+        raise HTTPException(404)
+    text = await backend.render(*prompt)  # tools that the model's template cannot take are refused as for an answer
+    check_characters(len(text), backend.capabilities.context_length, "messages")
+    return len(await backend.tokenize(text))

@@ -249,6 +249,9 @@ def test_tokens_are_counted_where_the_upstream_can(gateway: Any, upstream: Any) 
     asked = {"model": "m", "messages": BODY["messages"], "system": "Be brief."}
     counted = post(gateway({}, settings(server.url)), asked, path)
     assert counted.json() == {"input_tokens": 4}
+    asked_for = {"model": "m", "input": "hi", "instructions": "Be brief."}
+    counted = post(gateway({}, settings(server.url)), asked_for, "/v1/responses/input_tokens")
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 4}
     assert server.requests[-1].json["messages"][0] == {"role": "system", "content": "Be brief."}
     without = post(gateway({}, settings(upstream(chats(lambda request: None)).url)), asked, path)
     assert without.status_code == 404 and without.json()["error"]["type"] == "not_found_error"

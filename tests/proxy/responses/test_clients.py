@@ -59,6 +59,59 @@ def test_what_is_refused_is_named_as_the_client_calls_it(running: Any, fields: d
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+WEB: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+HOSTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "beside a function": ("responses", {"tools": [TOOL, {"type": "web_search"}]}, "web_search"),
+    "chosen": (
+        "responses",
+        {"tools": [TOOL, {"type": "file_search", "vector_store_ids": ["v"]}], "tool_choice": {"type": "file_search"}},
+        "file_search",
+    ),
+    "alone, with what it is to show": (
+        "responses",
+        {
+            "tools": [{"type": "code_interpreter", "container": {"type": "auto"}}],
+            "tool_choice": "required",
+            "include": ["code_interpreter_call.outputs"],
+        },
+        "code_interpreter",
+    ),
+    "Anthropic's": ("messages", {"tools": [WEB], "tool_choice": {"type": "tool", "name": "web_search"}}, WEB["type"]),
+    "of a chat": ("chat/completions", {"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), HOSTED.values(), ids=HOSTED)
+def test_tools_of_a_service_are_refused_or_left_out(
+    gateway: Any, running: Any, path: str, fields: dict[str, Any], named: str
+) -> None:
+    said = (
+        {"input": "hi"} if path == "responses" else {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    )
+    body = {"model": MODEL, **said, **fields}
+    refused = HTTP.post(f"{running.url}/v1/{path}", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(("tools[", "include["))
+    backend = FakeBackend("fine")
+    answer = HTTP.post(f"{gateway({MODEL: backend}, hosted_tools='drop').url}/v1/{path}", json=body)
+    assert (answer.status_code, answer.headers["x-agentspec-dropped"]) == (200, named), answer.text
+    names = [tool["function"]["name"] for tool in backend.requests[0].tools]
+    assert names == (["look"] if TOOL in fields["tools"] else [])
+
+
+def test_tokens_of_a_prompt_are_counted(running: Any) -> None:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        count = client.responses.input_tokens.count
+        short, long = (
+            count(model=MODEL, input="hi"),
+            count(model=MODEL, input="hi", instructions="be brief", tools=[TOOL]),
+        )
+        assert short.object == "response.input_tokens" and 0 < short.input_tokens < long.input_tokens
+        stored = client.responses.create(model=MODEL, input="a long story " * 9)
+        assert count(model=MODEL, input="hi", previous_response_id=stored.id).input_tokens > short.input_tokens
+        with pytest.raises(openai.NotFoundError):
+            count(model=MODEL, input="hi", previous_response_id="resp_unknown")
+
+
 # Codex ---------------------------------------------------------------------------------------------------------------
 
 COMMAND = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
