@@ -19,6 +19,7 @@ from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.deltas import UNKNOWN_TOKEN
+from agentspec.protocol.messages import THOUGHTS, without_past_thoughts
 from agentspec.protocol.tools import ToolCalls, whole_arguments
 from agentspec.types import Delta, TokenLogprob, Usage
 
@@ -33,8 +34,8 @@ _SENT_BACK = ("text", "image_url", "image", "file", "input_audio", "audio")
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Convert messages to the form of the OpenAI API. An assistant's reasoning is not sent back."""
-    return [one for message in messages for one in _converted(message)]
+    """Convert messages to the form of the OpenAI API. The model's thoughts go along within a tool loop only."""
+    return without_past_thoughts(one for message in messages for one in _converted(message))
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class AnswerChunks:
 
     model_name: str
     _calls: dict[int, ToolCalls] = field(default_factory=dict)  # by choice
+    _thoughts: str | None = None  # the name that the endpoint gives to thoughts
 
     def chunk(self, delta: Delta) -> AIMessageChunk:
         """The chunk of one delta; the last one completes the message with usage and metadata."""
@@ -55,12 +57,13 @@ class AnswerChunks:
         pieces = extra.pop("tool_calls", None) or []
         calls = self._calls.setdefault(delta.index, ToolCalls())
         calls.add(pieces)
+        self._thoughts = self._thoughts or next((name for name in THOUGHTS if extra.get(name)), None)
         reasoning = _reasoning(extra)
         chunk = AIMessageChunk(
             content=delta.text,
             additional_kwargs=extra | ({"reasoning_content": reasoning} if reasoning else {}),
             tool_call_chunks=_tool_calls(pieces, _broken(calls, delta.finish_reason)),
-            response_metadata=_metadata(delta, self.model_name),
+            response_metadata=_metadata(delta, self.model_name, self._thoughts),
         )
         if delta.usage is not None:
             chunk.usage_metadata = to_usage_metadata(delta.usage)
@@ -133,6 +136,9 @@ def _converted(message: BaseMessage) -> list[dict[str, Any]]:
     behind the others, as ChatOpenAI sends them: a result may answer them.
     """
     converted = convert_to_openai_messages([_without_thoughts(message)])
+    if isinstance(message, AIMessage) and (thoughts := _thoughts_in(message)):
+        named = message.response_metadata.get("reasoning_field")
+        converted[0] = {**converted[0], named if named in THOUGHTS else THOUGHTS[0]: thoughts}
     if isinstance(message, AIMessage) and message.invalid_tool_calls:
         calls = [_invalid_call(call) for call in message.invalid_tool_calls]
         converted[0] = {**converted[0], "tool_calls": [*converted[0].get("tool_calls", ()), *calls]}
@@ -164,9 +170,16 @@ def _without_thoughts(message: BaseMessage) -> BaseMessage:
     return message.model_copy(update={"content": sent or ""})
 
 
+def _thoughts_in(message: AIMessage) -> str:
+    """The thoughts of an earlier answer, also of another chat model."""
+    if isinstance(thoughts := message.additional_kwargs.get(THOUGHTS[0]), str):
+        return thoughts
+    return "".join(block.get("reasoning", "") for block in message.content_blocks if block["type"] == "reasoning")
+
+
 def _reasoning(extra: dict[str, Any]) -> str:
     """Remove the upstream's reasoning from `extra`, under either of its two names, and return it."""
-    found = [extra.pop(name) for name in ("reasoning_content", "reasoning") if isinstance(extra.get(name), str)]
+    found = [extra.pop(name) for name in THOUGHTS if isinstance(extra.get(name), str)]
     return next((text for text in found if text), "")
 
 
@@ -184,13 +197,14 @@ def _tool_calls(pieces: Sequence[Mapping[str, Any]], broken: Iterable[int]) -> l
     return [*calls.values()]
 
 
-def _metadata(delta: Delta, model_name: str) -> dict[str, Any]:
+def _metadata(delta: Delta, model_name: str, thoughts: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if delta.logprobs:
         found["logprobs"] = {"content": [_logprob(item) for item in delta.logprobs]}
     if delta.finish_reason is None:
         return found
     found |= {"finish_reason": delta.finish_reason, "model_name": model_name, "model_provider": PROVIDER}
+    found |= {} if thoughts is None else {"reasoning_field": thoughts}
     if delta.speculation is not None:
         found["speculation"] = asdict(delta.speculation)
     return found

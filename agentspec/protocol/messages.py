@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -18,6 +18,9 @@ from agentspec.protocol.validation import (
     read_parts,
     validated,
 )
+
+THOUGHTS = ("reasoning_content", "reasoning")
+"""The names of the model's thoughts in a message of a chat."""
 
 
 class TextPart(Model):
@@ -102,3 +105,15 @@ class _Prediction(Closed):
 def parse_prediction(value: Any) -> str:
     """The text of a prediction `{"type": "content", "content": text or parts}`."""
     return text_of(_Prediction.parse(value, "prediction").content, "prediction.content")
+
+
+def without_past_thoughts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat, with thoughts only after the last message of the user: endpoints require those of a tool
+    loop that goes on, and refuse or ignore others.
+    """
+    found = [dict(message) for message in messages]
+    last = max((at for at, message in enumerate(found) if message["role"] == "user"), default=-1)
+    for message in found[: last + 1]:
+        for name in THOUGHTS:
+            message.pop(name, None)
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.tools import ToolCalls
 from agentspec.protocol.wire import encode
@@ -163,7 +164,7 @@ def speculation_member(speculation: Speculation | None) -> dict[str, Any]:
 
 def thoughts_of(extra: Mapping[str, Any]) -> str:
     """The thoughts of a delta or a message, which have two names."""
-    found = (extra.get(name) for name in ("reasoning_content", "reasoning"))
+    found = (extra.get(name) for name in THOUGHTS)
     return next((text for text in found if isinstance(text, str)), "")
 
 

@@ -173,7 +173,7 @@ def test_messages_as_openai_takes_them() -> None:
     assert first["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert second == {"type": "function", "id": "c2", "function": {"name": "g", "arguments": '{"x": '}}
     assert found[3]["tool_call_id"] == "c1"
-    assert "hmm" not in str(found) and "said" in str(found[4]["content"])
+    assert found[4]["content"] == [{"type": "text", "text": "said"}] and found[4]["reasoning_content"] == "hmm"
     assert found[5]["tool_calls"] == [{"type": "function", "id": None, "function": {"name": "", "arguments": ""}}]
 
 
@@ -364,6 +364,27 @@ async def test_langgraph_nodes_are_steps_threads_sessions_and_the_outermost_labe
         ("thread-1", "outer", "draft"),
         ("thread-1", "inner", "draft"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("way", ["invoke", "stream", "batch"])
+def test_thoughts_go_back_within_a_tool_loop_under_the_endpoints_name(name: str, way: str) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = [Answer("", extra={name: text, "tool_calls": [call]}, finish_reason="tool_calls") for text in "ab"]
+    fake = FakeBackend(*called, "done", "more")
+    chat = ChatAgentSpec(model="m", runtime=Runtime(backends={"m": fake}))
+    ask = {
+        "invoke": chat.invoke,
+        "stream": lambda said: (lambda first, *rest: first + rest)(*chat.stream(said)),
+        "batch": lambda said: chat.batch([said])[0],
+    }[way]
+    said: list[Any] = [HumanMessage("hi")]
+    for _ in called:
+        said += [ask(said), ToolMessage("1", tool_call_id="c")]
+    said += [ask(said), HumanMessage("again")]
+    ask(said)
+    sent = [[message.get(name) for message in request.messages or ()] for request in fake.requests]
+    assert sent == [[None], [None, "a", None], [None, "a", None, "b", None], [None] * 7]
 
 
 # A remote endpoint ---------------------------------------------------------------------------------------------------

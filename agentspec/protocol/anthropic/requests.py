@@ -15,6 +15,7 @@ from pydantic import model_validator
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.forms import check_json, parse_format
+from agentspec.protocol.messages import without_past_thoughts
 from agentspec.protocol.requests import EFFORTS, MAX_MESSAGES, MAX_TOOLS, SAMPLED, SamplingFields
 from agentspec.protocol.tools import ToolNames, key_of
 from agentspec.protocol.validation import (
@@ -119,7 +120,7 @@ def parse_messages(body: Mapping[str, Any], *, templated: bool = True) -> Messag
     messages, effort = _chat_messages(fields)
     prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     if not templated:
-        messages = [{name: one[name] for name in one if name != "reasoning_content"} for one in messages]
+        messages = without_past_thoughts(messages)
     thinking = fields.thinking or _Thinking(type="enabled")
     chat = {name: body[name] for name in PASSED if body.get(name) is not None}
     chat |= {"model": fields.model, "messages": messages, "max_tokens": fields.max_tokens}

@@ -12,6 +12,7 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.errors import without_account
+from agentspec.protocol.messages import without_past_thoughts
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
 from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
@@ -118,13 +119,10 @@ def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[S
 
 
 def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
-    """The request as a chat. Only servers that apply a chat template take earlier thoughts, others refuse them."""
+    """The request as a chat. Only servers that apply a chat template take thoughts from before the tool loop."""
     request = _read(fields, history)
     _check_history(history, context.upstream)
-    messages = [
-        {name: value for name, value in message.items() if templated or name != "reasoning_content"}
-        for message in request.messages(history)
-    ]
+    messages = request.messages(history) if templated else without_past_thoughts(request.messages(history))
     if len(messages) > MAX_MESSAGES:
         message = f"the conversation has more than {MAX_MESSAGES} messages"
         raise InvalidRequestError(message, param="input")

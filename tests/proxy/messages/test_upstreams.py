@@ -198,6 +198,32 @@ def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: A
     assert request.json["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thoughts_of_a_tool_loop_go_back_to_servers_that_are_asked_for_chats(
+    gateway: Any, upstream: Any, path: str, streamed: bool
+) -> None:
+    server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop","message":{}}]}')))
+    said: list[Any] = []
+    items: list[Any] = []
+    for n in range(3):
+        if n < 2:
+            said.append({"role": "user", "content": "go"})
+            items.append(said[-1])
+        thought = {"type": "thinking", "thinking": f"t{n}", "signature": "s"}
+        call = {"type": "tool_use", "id": f"c{n}", "name": "f", "input": {}}
+        said.append({"role": "assistant", "content": [thought, call]})
+        said.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": f"c{n}", "content": "1"}]})
+        items.append({"type": "reasoning", "summary": [{"type": "summary_text", "text": f"t{n}"}]})
+        items.append({"type": "function_call", "call_id": f"c{n}", "name": "f", "arguments": "{}"})
+        items.append({"type": "function_call_output", "call_id": f"c{n}", "output": "1"})
+    body = {**BODY, "messages": said} if path == "/v1/messages" else {"model": "m", "input": items}
+    post(gateway({}, settings(server.url)), {**body, "stream": streamed}, path)
+    [request] = posted(server)
+    thoughts = [one.get("reasoning_content") for one in request.json["messages"] if one["role"] == "assistant"]
+    assert thoughts == [None, "t1", "t2"]
+
+
 def test_a_hosted_model_continues_no_message(gateway: Any, upstream: Any) -> None:
     server = upstream(chats(lambda request: request.answer(b"{}")))
     said = {"role": "assistant", "content": "So"}
