@@ -1,5 +1,9 @@
 # What `agentspec` exports and where each name lives: read by type checkers, and at run time by lazy_loader.
 from .cache import SuffixCache as SuffixCache
+from .client import achat as achat
+from .client import agenerate as agenerate
+from .client import chat as chat
+from .client import generate as generate
 from .errors import (
     AgentSpecError as AgentSpecError,
 )

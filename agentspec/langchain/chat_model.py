@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import anyio
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, get_buffer_string
@@ -20,43 +17,29 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils import secret_from_env
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, HttpUrl, SecretStr, field_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator
 
 from agentspec.backends.base import Tokenization
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.backend import PoolBackend
-from agentspec.backends.pool.pool import retry_after
-from agentspec.backends.settings import OpenAISettings
-from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime, shared_runtime
+from agentspec.background import call_sync, iterate_async, iterate_sync
+from agentspec.client import DEFAULT_MODEL, OWN, SAMPLING, call_of, checked_url, counted, runtime_for
 from agentspec.errors import (
     ConfigurationError,
     InvalidRequestError,
-    NoServerError,
-    OverloadedError,
-    RequestTimeoutError,
-    UpstreamError,
     UpstreamStatusError,
-    UpstreamTimeoutError,
 )
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
-from agentspec.protocol.forms import parse_form
-from agentspec.protocol.messages import parse_prediction
 from agentspec.protocol.requests import SamplingFields, with_extra
-from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
-from agentspec.step.report import observe
 from agentspec.step.scope import current_policy
-from agentspec.types import Delta, GenerateRequest, SamplingParams, Speculation, StructuredOutputs, Usage
+from agentspec.types import Delta, GenerateRequest, StructuredOutputs
 
-_SAMPLING = tuple(field.name for field in fields(SamplingParams))
-_OWN = "model prediction speculation session store prefill latency_target_ms_per_token".split()
-"""Options besides sampling that may be set per call."""
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
 _OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
-_RETRIED = (429, 502, 503, 504)
 _NO_ROUTE = (404, 405, 501)
 _REFUSED = (400, 422)
 
@@ -77,7 +60,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     base_url: str | None = None
     api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTSPEC_API_KEY", default=None))
     runtime: Runtime | None = Field(default=None, exclude=True, repr=False)
@@ -102,9 +85,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
     @field_validator("base_url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        if url is not None and not re.match(r"https?://[^/]", url):
-            raise ConfigurationError(f"base_url must begin with http:// or https://, not {url!r}")
-        return url
+        return checked_url(url)
 
     @property
     def _llm_type(self) -> str:
@@ -119,7 +100,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         """What LangChain's cache distinguishes calls by: also the model and the strategy of the step around them."""
         policy = current_policy()
         named: dict[str, Any] = {"model": policy.model or self.model, "strategy": policy.strategy}
-        named |= {name: getattr(self, name) for name in ("base_url", *_SAMPLING, "prediction", "extra_body")}
+        named |= {name: getattr(self, name) for name in ("base_url", *SAMPLING, "prediction", "extra_body")}
         return {name: value for name, value in named.items() if value not in (None, {})}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -263,29 +244,13 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         options: Mapping[str, Any],
     ) -> GenerateRequest:
         """The request of one call. Its labels are read here, in the caller's context."""
-        policy = current_policy()
-        chosen, extra = self._options(options, stop, policy.model)
-        prediction = _predicted(chosen["prediction"])
-        target = chosen["latency_target_ms_per_token"]
-        if self.base_url is not None:  # an endpoint reads these from the body
-            if prediction is not None:
-                extra["prediction"] = {"type": "content", "content": prediction}
-            if target is not None:
-                extra["latency_target_ms_per_token"] = target
-        speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
-        return GenerateRequest(
-            model=chosen["model"],
+        chosen, extra = self._options(options, stop, current_policy().model)
+        return call_of(
+            chosen,
+            labels_of_call(chosen["session"], run_manager.metadata if run_manager else None),
+            extra,
+            remote=self.base_url is not None,
             messages=to_openai(messages),
-            sampling=_sampling(chosen),
-            labels=labels_of_call(chosen["session"], run_manager.metadata if run_manager else None),
-            prediction=prediction,
-            speculation=speculation is not False,
-            store=chosen["store"] and policy.store is not False,
-            priority=policy.priority or 0,
-            latency_target_ms_per_token=policy.latency_ms_per_token if target is None else target,
-            deadline_s=policy.deadline_s,
-            strategy=policy.strategy,
-            extra=extra,
             prefill_next=chosen["prefill"] and not is_replayed(),
         )
 
@@ -302,69 +267,24 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
             left["stop"] = stop
         if model is not None:
             left.setdefault("model", model)
-        known = {name: left.pop(name, getattr(self, name)) for name in (*_SAMPLING, *_OWN)}
+        known = {name: left.pop(name, getattr(self, name)) for name in (*SAMPLING, *OWN, "prefill")}
         per_call = left.pop("extra_body", {})
         others = {name: value for name, value in left.items() if value != []}  # an empty list asks for nothing
         return known, {**self.extra_body, **per_call, **others}
 
     def _answer(self, call: GenerateRequest) -> Callable[[], AsyncGenerator[Delta]]:
         """What yields the answer to `call` on another loop."""
-        return partial(self._counted, call)
-
-    async def _counted(self, call: GenerateRequest) -> AsyncGenerator[Delta]:
-        """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
-        began = time.perf_counter()
-        usage: Usage | None = None
-        speculation: Speculation | None = None
-        failed = False
-        try:
-            with anyio.fail_after(self.timeout):
-                runtime = self._runtime(call.model)
-                await runtime.start_for(call.model)
-                began = time.perf_counter()  # the time to load a model does not count
-                async with aclosing(_attempts(runtime, call, self.max_retries)) as deltas:
-                    async for delta in deltas:
-                        usage, speculation = delta.usage or usage, delta.speculation or speculation
-                        yield delta
-        except Exception as error:
-            failed = True
-            if isinstance(error, TimeoutError):
-                raise RequestTimeoutError(f"no whole answer within timeout={self.timeout!r} seconds") from None
-            raise
-        finally:
-            observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
+        return partial(
+            counted,
+            call,
+            partial(self._runtime, call.model),
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+            base_url=self.base_url,
+        )
 
     def _runtime(self, model: str) -> Runtime:
-        if self.runtime is not None:
-            return self.runtime
-        if self.base_url is None:
-            return shared_runtime(model)
-        return remote_runtime(OpenAISettings(base_url=HttpUrl(self.base_url), api_key=self.api_key))
-
-
-async def _attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) -> AsyncGenerator[Delta]:
-    """Run `call`, with at most `max_retries` retries while no delta has arrived and the error is temporary."""
-    for attempt in range(max_retries + 1):
-        begun = False
-        try:
-            async with aclosing(runtime.generate(call)) as deltas:
-                async for delta in deltas:
-                    begun = True
-                    yield delta
-            return
-        except (OverloadedError, UpstreamError) as error:
-            if begun or attempt == max_retries or not _is_temporary(error):
-                raise
-            asked = error.retry_after if isinstance(error, OverloadedError | NoServerError) else None
-            if isinstance(error, UpstreamStatusError):
-                asked = retry_after(error.headers)
-        await anyio.sleep(min(0.5 * 2**attempt if asked is None else asked, 30.0))
-
-
-def _is_temporary(error: OverloadedError | UpstreamError) -> bool:
-    if isinstance(error, UpstreamStatusError):
-        return error.status in _RETRIED
-    return not isinstance(error, UpstreamTimeoutError)  # a timeout has already used up the time limit
+        return self.runtime or runtime_for(model, self.base_url, self.api_key)
 
 
 def _result(chunks: list[tuple[int, AIMessageChunk]]) -> ChatResult:
@@ -384,32 +304,6 @@ def _with_one_choice(call: GenerateRequest) -> GenerateRequest:
     if call.sampling.n > 1:
         raise InvalidRequestError("a stream has one answer: leave n at 1, or use invoke or generate", param="n")
     return call
-
-
-class _CallSampling(SamplingFields, Closed):
-    """The sampling options of one call, with those that not all APIs have."""
-
-    max_tokens: Count | None = None
-    n: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
-
-
-def _sampling(chosen: Mapping[str, Any]) -> SamplingParams:
-    given = {name: chosen[name] for name in _CallSampling.model_fields if chosen[name] is not None}
-    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
-    found = _CallSampling.parse({**given, **lists}).given(*_CallSampling.model_fields)
-    if found.get("top_logprobs"):
-        found["logprobs"] = True
-    form = chosen["structured_outputs"]
-    if not isinstance(form, StructuredOutputs | None):
-        form = parse_form({"structured_outputs": form})
-    return SamplingParams(**found, structured_outputs=form)
-
-
-def _predicted(prediction: Any) -> str | None:
-    """The text of a prediction: a string, or OpenAI's `{"type": "content", "content": text or parts}`."""
-    return prediction if isinstance(prediction, str | None) else parse_prediction(prediction)
 
 
 async def _token_ids(runtime: Runtime, model: str, text: str) -> list[int]:

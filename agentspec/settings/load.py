@@ -139,7 +139,10 @@ def _names_no(value: str, wanted: str, known: Collection[str]) -> str:
 
 
 def load_settings(
-    path: Path | None = None, overrides: Mapping[str, Any] | None = None, *, only_overridden_backends: bool = False
+    path: Path | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    only_overridden_backends: bool = False,
 ) -> Settings:
     """Layer `overrides` (flags) over the environment over the file over the defaults.
 
@@ -147,8 +150,8 @@ def load_settings(
     backend that `overrides` does not name, and all model names, as `--model` and `--upstream` require.
     Raises `ConfigurationError` naming the file or variable, the key and what to change.
     """
-    if path is None and os.environ.get(CONFIG_VARIABLE):
-        path = Path(os.environ[CONFIG_VARIABLE])
+    path = path or os.environ.get(CONFIG_VARIABLE) or None
+    path = None if path is None else Path(path)
     flags = dict(overrides or {})
     file = read_file(path) if path is not None else {}
     refuse_secrets(file, path)

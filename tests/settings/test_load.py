@@ -49,7 +49,7 @@ def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
     path = write("[server]\nhost = 'file'\nport = 1\nmax_connections = 1\n")
     monkeypatch.setenv("AGENTSPEC_SERVER__PORT", "2")
     monkeypatch.setenv("AGENTSPEC_SERVER__HOST", "env")
-    settings = load_settings(path, {"server": {"host": "flag"}})
+    settings = load_settings(str(path), {"server": {"host": "flag"}})
     assert (settings.server.host, settings.server.port, settings.server.max_connections) == ("flag", 2, 1)
     assert settings.origin(("server", "host")) == ("flag", "")
     assert settings.origin(("server", "port")) == ("env", "AGENTSPEC_SERVER__PORT")
