@@ -106,7 +106,7 @@ class Database(ABC):
         """Erase every byte of deleted rows, with `rewrite` by writing the tables again; false as in `shrink`."""
 
     def mark_damage(self) -> None:
-        """Let the next writer that opens the database save what can be read of it, where that can be done."""
+        """Let the next writer that opens the database start a new one, where it is a file."""
         _log.warning("%s is damaged", self.name)
 
     @abstractmethod

@@ -29,7 +29,7 @@ class SequenceReader:
     """The sequences in a database, as they are read. Thread-safe, except that one thread at a time may `poll`.
 
     All methods raise `CacheUnavailableError` where the database does not answer, and `CacheDamagedError` where it
-    cannot be read: then the next writer that opens it saves what can be read.
+    cannot be read: then the next writer that opens it puts it aside.
     """
 
     def __init__(self, database: Database) -> None:

@@ -145,7 +145,7 @@ def is_older(column: sa.ColumnElement[float], before: float) -> sa.ColumnElement
 
 def damaged(name: object, reason: object) -> CacheDamagedError:
     advice = (
-        "in a folder, the next process that opens it to write (restart the server) saves what can be read in a new"
-        " database, and renames this one; or move it away to start a new cache"
+        "in a folder, the next process that opens it to write (restart the server) renames it and starts a new"
+        " cache; elsewhere, restore it or move it away"
     )
     return CacheDamagedError(f"{name} is damaged: {reason}; {advice}")

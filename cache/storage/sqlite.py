@@ -174,7 +174,7 @@ class SqliteDatabase(Database):
 
     @property
     def damage_mark(self) -> Path:
-        """A file that is there once damage was met: the next writer that opens the database saves what can be read."""
+        """A file that is there once damage was met: the next writer that opens the database puts it aside."""
         return self.path.with_name(f"{self.path.name}.damage")
 
     def mark_damage(self) -> None:
