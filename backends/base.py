@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/chat/completions", "/completions", "/embeddings"
 MESSAGES, COUNT_TOKENS = "/messages", "/messages/count_tokens"
-RESPONSES, INPUT_TOKENS = "/responses", "/responses/input_tokens"
+RESPONSES, INPUT_TOKENS, COMPACT = "/responses", "/responses/input_tokens", "/responses/compact"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # next to /v1, as in vLLM
 NONE: Mapping[str, Any] = MappingProxyType({})
 Floats = NDArray[np.float32]

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, INPUT_TOKENS, RESPONSES, TOKENIZE
+from agentspec.backends.base import COMPACT, COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, INPUT_TOKENS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
 from agentspec.errors import ConfigurationError, ShuttingDownError
 from agentspec.protocol.validation import shown_name
@@ -29,7 +29,7 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.messages.api import ANTHROPIC
 from agentspec.proxy.metering import Metering
 from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
-from agentspec.proxy.responses.api import OPENAI_RESPONSES
+from agentspec.proxy.responses.api import COMPACTION, OPENAI_RESPONSES
 from agentspec.proxy.responses.stored import Keeper, StoredRoute
 from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
@@ -95,6 +95,7 @@ def _generating(settings: Settings, services: Services) -> Iterator[RecordedRout
     endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC, {})]
     counted = {"object": "response.input_tokens"}
     endpoints.append(CountTokensEndpoint(INPUT_TOKENS, services, OPENAI_RESPONSES, counted))
+    endpoints.append(GenerationEndpoint(COMPACT, services, COMPACTION))
     endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
     if extra := settings.server.extra_routes:
         upstream = sole_upstream(settings)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard
+from urllib.parse import quote, unquote
 
 from pydantic import AfterValidator, Field
 
@@ -37,7 +38,8 @@ from agentspec.protocol.wire import object_in
 
 MAX_ID = 1024  # of a response; other gateways put routes into theirs
 Item = dict[str, Any]
-ADDITIONAL_TOOLS = "additional_tools"
+ADDITIONAL_TOOLS, COMPACTION = "additional_tools", "compaction"
+_SUMMARY = "agentspec:"  # what a summary that was made here begins with
 CALLS = ("function_call", "custom_tool_call")
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _STORED_ID = re.compile(rf"(?!\.{{1,2}}\Z)[!-~]{{1,{MAX_ID}}}")  # "." and ".." in a path are no names
@@ -169,6 +171,26 @@ class _ReasoningItem(_InputItem):
         }
 
 
+class _Compaction(_InputItem):
+    prefix = "cmp"
+    encrypted_content: NonEmpty = REQUIRED
+
+    def normal(self, name: str) -> Item:
+        if not self.encrypted_content.startswith(_SUMMARY):
+            param = f"{name}.encrypted_content"
+            raise InvalidRequestError(f"{param} was not compacted here; send the items themselves", param=param)
+        return {"encrypted_content": self.encrypted_content}
+
+
+def compaction(summary: str) -> Item:
+    """The item that stands for a conversation of which this is the summary."""
+    return {"type": COMPACTION, "id": new_id("cmp"), "encrypted_content": _SUMMARY + quote(summary, errors="replace")}
+
+
+def summary_of(item: Item) -> str:
+    return unquote(item["encrypted_content"].removeprefix(_SUMMARY))
+
+
 _KINDS: dict[str, type[_InputItem]] = {
     "message": _MessageItem,
     "function_call": _FunctionCall,
@@ -177,6 +199,7 @@ _KINDS: dict[str, type[_InputItem]] = {
     "custom_tool_call_output": _CallOutput,
     ADDITIONAL_TOOLS: _AdditionalTools,
     "reasoning": _ReasoningItem,
+    COMPACTION: _Compaction,
 }
 
 

@@ -18,6 +18,7 @@ from agentspec.protocol.openai_responses.items import (
     ADDITIONAL_TOOLS,
     CALL_OUTPUTS,
     CALLS,
+    COMPACTION,
     MAX_ID,
     ClientTool,
     Item,
@@ -28,6 +29,7 @@ from agentspec.protocol.openai_responses.items import (
     client_tools,
     offered_tools,
     parse_input,
+    summary_of,
 )
 from agentspec.protocol.requests import EFFORTS, MAX_TOOLS, SAMPLED, SamplingFields, check_stream_options
 from agentspec.protocol.tools import ToolNames, key_of
@@ -56,7 +58,9 @@ class Conversation:
             kind = item["type"]
             if kind == ADDITIONAL_TOOLS:
                 continue  # says nothing, and offers tools
-            if kind in CALL_OUTPUTS:
+            if kind == COMPACTION:
+                self._add({"role": "user", "content": f"Summary of the conversation so far:\n\n{summary_of(item)}"})
+            elif kind in CALL_OUTPUTS:
                 self._add_output(item, index)
             elif kind != "message" or item["role"] == "assistant":
                 self._add_written(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from agentspec.backends.base import RESPONSES
@@ -14,6 +14,7 @@ from agentspec.errors import InvalidRequestError, OverloadedError
 from agentspec.protocol.errors import without_account
 from agentspec.protocol.messages import without_past_thoughts
 from agentspec.protocol.openai_responses.events import EventWriter
+from agentspec.protocol.openai_responses.items import compaction
 from agentspec.protocol.openai_responses.request import ResponsesRequest, parse_responses
 from agentspec.protocol.requests import MAX_MESSAGES, parse_chat
 from agentspec.protocol.responses import obfuscated
@@ -25,6 +26,7 @@ from agentspec.proxy.request_context import RequestContext
 from agentspec.proxy.responses.stored import ResponsesInspector
 from agentspec.types import Delta, GenerateRequest
 
+Write = Callable[[ResponsesRequest, RequestContext, History], ApiWriter]
 UNENFORCED = "x-agentspec-unenforced"
 """Header that names fields which only the prompt asks for: forms of tools' inputs that nothing enforces."""
 
@@ -103,11 +105,13 @@ def _read(fields: Fields, history: History) -> ResponsesRequest:
     return request if request.previous is None else request.continuing(history)
 
 
-def _writer(request: ResponsesRequest, context: RequestContext) -> ApiWriter:
+def _writer(request: ResponsesRequest, context: RequestContext, history: History) -> ApiWriter:
     return ResponsesWriter(request, stored=request.store and "store" not in context.off)
 
 
-def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
+def _parse(
+    fields: Fields, context: RequestContext, history: History, write: Write = _writer
+) -> tuple[Sequence[GenerateRequest], ApiWriter]:
     request = _read(fields, history)
     chat = {**request.chat, "messages": request.messages(history)}
     try:
@@ -115,10 +119,12 @@ def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[S
     except InvalidRequestError as error:
         error.param = error.param and request.own_name(error.param)
         raise
-    return [parsed], _writer(request, context)
+    return [parsed], write(request, context, history)
 
 
-def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
+def _translate(
+    fields: Fields, context: RequestContext, history: History, templated: bool, write: Write = _writer
+) -> tuple[Fields, ApiWriter]:
     """The request as a chat. Only servers that apply a chat template take thoughts from before the tool loop."""
     request = _read(fields, history)
     _check_history(history, context.upstream)
@@ -126,7 +132,7 @@ def _translate(fields: Fields, context: RequestContext, history: History, templa
     if len(messages) > MAX_MESSAGES:
         message = f"the conversation has more than {MAX_MESSAGES} messages"
         raise InvalidRequestError(message, param="input")
-    return {**request.chat, "messages": messages}, _writer(request, context)
+    return {**request.chat, "messages": messages}, write(request, context, history)
 
 
 def _check_history(history: History, backend: OpenAIBackend) -> None:
@@ -138,4 +144,47 @@ def _check_history(history: History, backend: OpenAIBackend) -> None:
         raise InvalidRequestError(message, param="previous_response_id") from None
 
 
+_SUMMARIZE = (
+    "Summarize this conversation for whoever goes on with it: what was asked, what was decided and done, names, paths"
+    " and values that matter, and what is left to do. Answer with the summary alone."
+)
+
+
+class _CompactionWriter(ResponsesWriter):
+    """Writes the answer to a request for a summary as a compacted conversation: what the user said, and the summary."""
+
+    def __init__(self, request: ResponsesRequest, context: RequestContext, history: History) -> None:
+        super().__init__(request, stored=False)
+        self._users = [item for item in (*history, *request.items[:-1]) if item.get("role") == "user"]
+
+    def body(self) -> dict[str, Any]:
+        made = self._events.response
+        parts = [part for item in made["output"] if item["type"] == "message" for part in item["content"]]
+        output = [*self._users, compaction("".join(part.get("text", "") for part in parts))]
+        return {
+            **{name: made[name] for name in ("id", "created_at", "usage")},
+            "object": "response.compaction",
+            "output": output,
+        }
+
+
+def _asking_for_summary(fields: Fields) -> Fields:
+    if fields.get("stream"):
+        raise InvalidRequestError("stream must be false: a compacted conversation comes whole", param="stream")
+    given = fields.get("input")
+    if given is None and fields.get("previous_response_id") is not None:
+        given = []
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    asked = [*items, {"role": "user", "content": _SUMMARIZE}] if isinstance(items, list) else items
+    return {**fields, "input": asked, "store": False}
+
+
+COMPACTION = Api(
+    RESPONSES,
+    lambda fields, context, history: _parse(_asking_for_summary(fields), context, history, _CompactionWriter),
+    lambda fields, context, history, templated: _translate(
+        _asking_for_summary(fields), context, history, templated, _CompactionWriter
+    ),
+    keeps_answers=True,
+)
 OPENAI_RESPONSES = Api(RESPONSES, _parse, _translate, ResponsesInspector, keeps_answers=True)

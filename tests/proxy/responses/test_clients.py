@@ -112,6 +112,27 @@ def test_tokens_of_a_prompt_are_counted(running: Any) -> None:
             count(model=MODEL, input="hi", previous_response_id="resp_unknown")
 
 
+def test_a_compacted_conversation_goes_on(gateway: Any) -> None:
+    backend = FakeBackend("Blue was chosen. \u00e9%", "on")
+    url = f"{gateway({MODEL: backend}).url}/v1"
+    items: Any = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "no, blue"}]
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        made = client.responses.compact(model=MODEL, input=items, instructions="be brief")
+        assert made.object == "response.compaction" and made.usage.output_tokens > 0
+        assert [one.type for one in made.output] == ["message", "compaction"]
+        output: Any = [one.model_dump(exclude_none=True, warnings=False) for one in made.output]
+        client.responses.create(model=MODEL, input=[*output, {"role": "user", "content": "which?"}])
+        foreign: Any = [{"type": "compaction", "encrypted_content": "gAAA"}, *items]
+        with pytest.raises(openai.BadRequestError, match="was not compacted here"):
+            client.responses.create(model=MODEL, input=foreign)
+    asked, went_on = ([message["content"] for message in request.messages or ()] for request in backend.requests)
+    assert asked[:3] == ["be brief", "red?", "no, blue"] and asked[3].startswith("Summarize")
+    assert went_on == ["red?", "Summary of the conversation so far:\n\nBlue was chosen. \u00e9%", "which?"]
+    for wrong in ({"input": 5}, {"stream": True, "input": "hi"}, {}):
+        refused = HTTP.post(f"{url}/responses/compact", json={"model": MODEL, **wrong})
+        assert refused.status_code == 400, refused.text
+
+
 # Codex ---------------------------------------------------------------------------------------------------------------
 
 COMMAND = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}}
