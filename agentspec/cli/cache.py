@@ -41,6 +41,23 @@ PathOption = Annotated[str | None, typer.Option(help="The cache's folder or addr
 _ERASURE_SECONDS = 60.0  # how long `forget` waits for others to let what it deleted be erased
 _FORGET_MEMORY = 1 << 20  # bytes; deleting needs the database, not the index
 
+# What `stats` prints of `CacheStats`; the other figures are those of a server's requests, and of `--json`.
+_FIGURES = {
+    "sequences": "cached answers",
+    "tokens": "tokens in them",
+    "namespaces": "tenants and models",
+    "disk_bytes": "bytes on disk",
+    "memory_bytes": "bytes when loaded",
+}
+_TROUBLES = {
+    "unread": "not loaded yet",
+    "damaged": "damaged, left out",
+    "segments_skipped": "segments rebuilt",
+    "segment_error": "segment problem",
+    "store_error": "not written because",
+    "erasure_pending": "still to be erased",
+}
+
 app = command_group("Look into the token cache, fill it, look after it, or make it forget.")
 
 
@@ -54,8 +71,11 @@ def stats(config: ConfigOption = None, path: PathOption = None, json: JsonOption
     if json:
         print_json(values)
         return
-    for name, value in values.items():
-        typer.echo(f"{name:<16} {f'{value:.2f}' if isinstance(value, float) else value}")
+    for name, words in _FIGURES.items():
+        typer.echo(f"{words:<20} {values[name]}")
+    for name, words in _TROUBLES.items():
+        if values[name]:
+            typer.echo(f"{words:<20} {'yes' if values[name] is True else values[name]}")
 
 
 @app.command()
@@ -193,15 +213,19 @@ def problems_of(
 def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
     """Give back what the cache on disk does not need. Refused while a server writes to the folder."""
     from agentspec.cache import SuffixCache
+    from agentspec.cache.storage.sequence_store import SequenceStore
 
     settings = load(config)
     folder = folder_of(settings, path)
+    with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+        before = store.disk_bytes() + store.segments.total_bytes()  # a cache that opens gives some back already
     with SuffixCache.open(folder, mode="writer") as opened:
-        before, after = opened.stats().disk_bytes, opened.compact()
+        after = opened.compact()
     if json:
-        print_json({"before": before, "disk_bytes": after})
+        print_json({"before": before, "disk_bytes": after, "freed": before - after})
         return
-    typer.echo(f"{shown(folder)} takes {after} bytes, {before} before")
+    change = f"freed {before - after} bytes" if after <= before else f"wrote {after - before} bytes of segments"
+    typer.echo(f"{shown(folder)}: {change}; it takes {after} now")
 
 
 # Recorded calls.

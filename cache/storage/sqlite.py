@@ -134,7 +134,7 @@ class SqliteDatabase(Database):
 
     def disk_bytes(self) -> int:
         names = (DATABASE, STATE) if self.path.name == DATABASE else (self.path.name,)
-        files = [self.path.with_name(name + suffix) for name in names for suffix in ("", "-wal", "-shm")]
+        files = [self.path.with_name(name + suffix) for name in names for suffix in ("", "-wal")]  # -shm is memory
         return sum(file.stat().st_size for file in files if file.exists())
 
     def shrink(self) -> bool:

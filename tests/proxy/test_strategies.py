@@ -76,6 +76,25 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert "x-agentspec-lossless" in off.headers and "x-agentspec-lossy" not in off.headers
 
 
+@pytest.mark.parametrize("placement", ["round_robin", "workflow"])
+def test_the_rounds_of_an_answer_may_go_to_any_server_of_a_pool(gateway: Any, corpus: Path, placement: Any) -> None:
+    """Of which one does not answer."""
+    large = Reader()
+    servers = [gateway({"l": large}, Settings(backends={"l": TorchSettings(model="l")})).url for _ in range(2)]
+    urls = {f"s{number}": f"{url}/v1" for number, url in enumerate([*servers, "http://127.0.0.1:9"])}
+    pool: dict[str, Any] = {
+        "backends": {name: OpenAISettings(base_url=url, model="l") for name, url in urls.items()},  # type: ignore[arg-type]
+        "models": {
+            "large": ModelSettings(backends=tuple(urls), placement=placement),
+            "read": RaLMSpecSettings(base="large", knowledge="words"),
+        },
+    }
+    running = [gateway({"large": large}, retrieving(corpus)), gateway({}, retrieving(corpus).model_copy(update=pool))]
+    answers = [httpx.post(f"{one.url}/v1/chat/completions", json=BODY, timeout=60).json() for one in running]
+    one, other = (answer["choices"][0]["message"]["content"] for answer in answers)
+    assert one == other and answers[1]["speculation"]["strategy"] == "ralmspec"
+
+
 REFUSED = {
     "presence_penalty": 1,
     "frequency_penalty": 1,

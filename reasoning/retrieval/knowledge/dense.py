@@ -7,6 +7,7 @@ own scores are not used for ranking, because their rounding depends on the numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -82,7 +83,11 @@ class DenseIndex:
         self.documents = documents
         self._index = index
         self._vectors = _stored(index)
-        self._longest = float(np.sqrt(max(np.einsum("nd,nd->n", part, part).max() for part in _parts(self._vectors))))
+
+    @cached_property
+    def _longest(self) -> float:
+        """The length of the longest vector; a search by a graph needs it not, and does not read all of them."""
+        return float(np.sqrt(max(np.einsum("nd,nd->n", part, part).max() for part in _parts(self._vectors))))
 
     @classmethod
     def build(
@@ -111,10 +116,12 @@ class DenseIndex:
 
     @classmethod
     def load(cls, folder: Path, documents: Sequence[Document], encoder: Encoder) -> DenseIndex:
-        """Load the index that `save` wrote. Raises `RuntimeError` or `ValueError` for a damaged file."""
+        """Map the index that `save` wrote: the vectors stay in the file. Raises `RuntimeError` or `ValueError` for a
+        damaged one.
+        """
         import faiss
 
-        return cls(documents, faiss.read_index(str(folder / _FILE)), encoder)
+        return cls(documents, faiss.read_index(str(folder / _FILE), faiss.IO_FLAG_MMAP_IFC), encoder)
 
     def save(self, folder: Path) -> None:
         import faiss

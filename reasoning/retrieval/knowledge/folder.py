@@ -1,12 +1,13 @@
 """A knowledge base on disk: documents, an index, and a manifest whose hash is the knowledge base's version.
 
-It is read whole when it is opened; searches run in threads and do not block the event loop.
+Its documents and vectors are mapped and not loaded; searches run in threads and do not block the event loop.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import anyio
+import numpy as np
 
 from agentspec.backends.model_store import compute_sha256, file_sha256
 from agentspec.errors import ConfigurationError, KnowledgeBaseError
@@ -37,6 +39,7 @@ Index = Bm25Index | DenseIndex
 Advance = Callable[[str, int], None]
 
 FORMAT = 1
+_CHUNK = 1 << 24  # bytes
 _MANIFEST, _DOCUMENTS = "manifest.json", "documents.jsonl"
 
 
@@ -81,6 +84,27 @@ def build(
         manifest = IndexManifest(kind, len(documents), hashes, model if fingerprint else None, fingerprint)
         (fresh / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     return manifest
+
+
+class StoredDocuments(Sequence[Document]):
+    """The documents of a file of lines, which is mapped: each is read when a search finds it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            pieces = iter(lambda: file.read(_CHUNK), b"")
+            ends = [
+                np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + at * _CHUNK
+                for at, piece in enumerate(pieces)
+            ]
+        self._ends = np.concatenate(ends)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: SupportsIndex) -> Document:  # type: ignore[override]  # no search asks for a slice
+        begin = self._ends[int(row) - 1] + 1 if int(row) else 0
+        return Document(**json.loads(self._bytes[begin : self._ends[int(row)]]))
 
 
 class IndexKnowledge:
@@ -160,8 +184,7 @@ def open_folder(folder: Path, encoder_of: Callable[[str], Encoder]) -> IndexKnow
         for name, known in manifest.files.items():
             if file_sha256(folder / name) != known:
                 raise KnowledgeBaseError(f"{folder / name} is not what was built: build it again")
-        with (folder / _DOCUMENTS).open(encoding="utf-8") as file:
-            documents = [Document(**json.loads(line)) for line in file]
+        documents = StoredDocuments(folder / _DOCUMENTS)
         index = Bm25Index.load(folder, documents) if encoder is None else DenseIndex.load(folder, documents, encoder)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise KnowledgeBaseError(f"{folder} cannot be read: {error}; build it again") from error
