@@ -59,9 +59,9 @@ INNER = frozenset(
     backends.vllm.runner_v2.passages backends.vllm.step_cost cache._native cache.index cache.partition
     cache.storage.batch_writer cache.storage.codec cache.storage.segments placement prediction protocol
     protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas protocol.errors
-    protocol.forms protocol.headers protocol.messages protocol.openai_responses.events
-    protocol.openai_responses.request protocol.requests protocol.responses protocol.speculation protocol.tools
-    protocol.wire proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
+    protocol.headers protocol.messages protocol.openai_responses.events protocol.openai_responses.request
+    protocol.requests protocol.responses protocol.speculation protocol.tools protocol.validation protocol.wire
+    proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
     proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps reasoning.lossy_acceptance
     reasoning.retrieval.datastore reasoning.retrieval.rounds recordings.redaction speculation.cost
     speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape text tools.history

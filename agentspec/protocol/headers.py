@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, PRINTABLE, StepPolicy, header_of
+from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, PRINTABLE, StepPolicy
 from agentspec.types import Labels
 
 STRATEGY_HEADER = f"{PREFIX}strategy"
@@ -66,7 +66,7 @@ def read_policy(headers: Mapping[str, str]) -> StepPolicy:
     try:
         return StepPolicy(**read)
     except InvalidRequestError as error:
-        header = header_of(str(error.param))
+        header = _header(str(error.param))
         raise InvalidRequestError(error.message.replace(str(error.param), header, 1), param=header) from None
 
 
@@ -111,8 +111,12 @@ def _quoted(value: str, keep: str) -> str:
 
 
 def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
-    given = headers.get(header_of(name), "").strip()
+    given = headers.get(_header(name), "").strip()
     try:
         return kind(given) if given else None
     except ValueError:
-        raise InvalidRequestError(f"{header_of(name)} must be a number", param=header_of(name)) from None
+        raise InvalidRequestError(f"{_header(name)} must be a number", param=_header(name)) from None
+
+
+def _header(name: str) -> str:
+    return PREFIX + name.replace("_", "-")

@@ -77,7 +77,9 @@ class StepPolicy:
         """The headers that carry all but the model, which a request names, and the switches, which have their own."""
         given = {} if self.strategy is None else {f"{PREFIX}strategy": quote(self.strategy, safe=PRINTABLE)}
         numbers = {name: getattr(self, name) for name in ("latency_ms_per_token", "deadline_s", "priority")}
-        return given | {header_of(name): f"{value:.10g}" for name, value in numbers.items() if value is not None}
+        return given | {
+            PREFIX + name.replace("_", "-"): f"{value:.10g}" for name, value in numbers.items() if value is not None
+        }
 
 
 ANY = StepPolicy()
@@ -91,10 +93,6 @@ def policy_of(request: GenerateRequest) -> StepPolicy:
         deadline_s=request.deadline_s,
         priority=request.priority or None,
     )
-
-
-def header_of(name: str) -> str:
-    return PREFIX + name.replace("_", "-")
 
 
 def _given(value: Any, otherwise: Any) -> Any:

@@ -11,8 +11,7 @@ from itertools import count
 from typing import Annotated, Any
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import check_json
-from agentspec.protocol.validation import REQUIRED, Model, Text, must, one_of
+from agentspec.protocol.validation import REQUIRED, Model, Text, check_json, must, one_of
 from agentspec.protocol.wire import loads
 from agentspec.types import Delta
 

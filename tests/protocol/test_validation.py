@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import MAX_JSON_DEPTH, MAX_JSON_VALUES, check_json
+from agentspec.protocol.validation import MAX_JSON_DEPTH, MAX_JSON_VALUES, check_json
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import model_validator
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import check_json, parse_format
+from agentspec.protocol.forms import parse_format
 from agentspec.protocol.messages import without_past_thoughts
 from agentspec.protocol.requests import EFFORTS, MAX_MESSAGES, MAX_TOOLS, SAMPLED, SamplingFields
 from agentspec.protocol.tools import ToolNames, key_of
@@ -29,6 +29,7 @@ from agentspec.protocol.validation import (
     Refused,
     Text,
     Texts,
+    check_json,
     checked_length,
     must,
     one_of,

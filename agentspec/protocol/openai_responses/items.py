@@ -17,7 +17,6 @@ from urllib.parse import quote, unquote
 from pydantic import AfterValidator, Field
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import check_json
 from agentspec.protocol.messages import TextPart
 from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.tools import CHOICES, Key, ToolNames, key_of
@@ -28,6 +27,7 @@ from agentspec.protocol.validation import (
     Model,
     NonEmpty,
     Text,
+    check_json,
     checked_length,
     one_of,
     read_one,

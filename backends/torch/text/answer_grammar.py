@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
 from agentspec.backends.torch.text.tool_parser import Tool, ToolFormat
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import check_json
+from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
 TOOLS: Final = "tools"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.forms import check_json
+from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, Message
 
 logger = logging.getLogger(__name__)
