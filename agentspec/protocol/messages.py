@@ -29,10 +29,20 @@ class TextPart(Model):
     text: Text = REQUIRED
 
 
-_PARTS = {"text": TextPart}
+class RefusalPart(Model):
+    """What the model refused to answer with, earlier in the conversation."""
+
+    refusal: Text = REQUIRED
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
-def text_of(value: Any, name: str, kinds: Mapping[str, type[TextPart]] = _PARTS) -> str:
+_PARTS: dict[str, type[TextPart | RefusalPart]] = {"text": TextPart}
+
+
+def text_of(value: Any, name: str, kinds: Mapping[str, type[TextPart | RefusalPart]] = _PARTS) -> str:
     """The text of the field `name`: a string, or an array of parts, joined without separator."""
     if isinstance(value, str):
         return validated(TEXT, value, name)
@@ -41,6 +51,7 @@ def text_of(value: Any, name: str, kinds: Mapping[str, type[TextPart]] = _PARTS)
 
 class _Message(Closed):
     inert: ClassVar[frozenset[str]] = frozenset({"role"})
+    parts: ClassVar[Mapping[str, type[TextPart | RefusalPart]]] = _PARTS
     name: Any = None  # labels a speaker for hosted models; no chat template that the local engine runs reads it
     content: Any = None
 
@@ -62,6 +73,8 @@ class _ToolCall(Model):
 class _AssistantMessage(_Message):
     """An earlier answer of the model, with its tool calls and its reasoning, which has two names."""
 
+    parts: ClassVar[Mapping[str, type[TextPart | RefusalPart]]] = {**_PARTS, "refusal": RefusalPart}
+    refusal: Text = ""
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
     reasoning_content: Text = ""
     reasoning: Text = ""
@@ -92,9 +105,10 @@ def parse_message(value: Any, name: str) -> dict[str, Any]:
     """One message as a chat template reads it. Raises `InvalidRequestError` that names the wrong part of `name`."""
     message = read_one(value, name, _ROLES, "role")
     more = message.template_fields()
-    content = "" if message.content is None and "tool_calls" in more else message.content
+    refusal = getattr(message, "refusal", "")
+    content = "" if message.content is None and (refusal or "tool_calls" in more) else message.content
     role = "system" if value["role"] == "developer" else value["role"]
-    return {"role": role, **more, "content": text_of(content, f"{name}.content")}
+    return {"role": role, **more, "content": text_of(content, f"{name}.content", message.parts) + refusal}
 
 
 class _Prediction(Closed):

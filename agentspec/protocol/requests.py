@@ -169,6 +169,7 @@ class _ChatFields(Body):
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
+    web_search_options: Annotated[Any, must(lambda one: not one, " asks for a search that no model here can do")] = None
     reasoning_effort: Annotated[Text, one_of(*EFFORTS)] | None = None
     verbosity: Annotated[Any, only("low", "medium", "high")] = None  # no chat template knows it
     chat_template_kwargs: TemplateArguments | None = None
@@ -179,7 +180,9 @@ class _ChatFields(Body):
     def chat(self, plain: GenerateRequest) -> dict[str, Any]:
         """The fields of a `GenerateRequest` that only chat requests have; a field missing here comes from `plain`."""
         tools = plain.tools if self.tools is None else parse_tools(self.tools)
-        choice = plain.tool_choice if self.tool_choice is None else parse_tool_choice(self.tool_choice)
+        choice = plain.tool_choice
+        if self.tool_choice is not None:
+            choice, tools = parse_tool_choice(self.tool_choice, tools)
         names = [tool["function"]["name"] for tool in tools]
         if choice not in ("auto", "none") and (not tools or choice not in ("required", *names)):
             raise InvalidRequestError("tool_choice asks for a tool that tools does not have", param="tool_choice")

@@ -103,6 +103,15 @@ def _may_be_called(name: str) -> bool:
     return _TOOL_NAME.fullmatch(name) is not None and name not in CHOICES
 
 
+class _Allowed(Model):
+    mode: Annotated[Text, one_of("auto", "required")] = REQUIRED
+    tools: list[_NamedTool] = REQUIRED
+
+
+class _AllowedTools(Model):
+    allowed_tools: _Allowed = REQUIRED
+
+
 class _Described(Model):
     name: Annotated[Text, must(_may_be_called, " must be 1 to 128 letters, digits, '_', '-' or '.'")] = REQUIRED
     parameters: dict[str, Any] | None = None
@@ -113,7 +122,10 @@ class _Tool(Model):
     function: _Described = REQUIRED
 
 
-def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
+Tools = tuple[Mapping[str, Any], ...]
+
+
+def parse_tools(tools: list[Any]) -> Tools:
     """`tools` as the client described them, without null fields."""
     check_json(tools, "tools")
     names = [_Tool.parse(tool, f"tools[{index}]").function.name for index, tool in enumerate(tools)]
@@ -123,40 +135,59 @@ def parse_tools(tools: list[Any]) -> tuple[dict[str, Any], ...]:
     return tuple({"type": "function", "function": function} for function in described)
 
 
-def parse_tool_choice(value: Any) -> str:
-    """The tool choice: "none", "auto", "required" or the name of a tool."""
-    if not isinstance(value, str):
-        return _NamedTool.parse(value, "tool_choice").function.name
-    if value not in CHOICES:
-        message = "tool_choice must be none, auto, required or an object that names a tool"
-        raise InvalidRequestError(message, param="tool_choice")
-    return value
+def parse_tool_choice(value: Any, tools: Tools) -> tuple[str, Tools]:
+    """The tool choice, "none", "auto", "required" or the name of a tool, and those of `tools` that it allows."""
+    if isinstance(value, str):
+        if value not in CHOICES:
+            message = "tool_choice must be none, auto, required, an object that names a tool, or allowed_tools"
+            raise InvalidRequestError(message, param="tool_choice")
+        return value, tools
+    if not isinstance(value, Mapping) or value.get("type") != "allowed_tools":
+        return _NamedTool.parse(value, "tool_choice").function.name, tools
+    allowed = _AllowedTools.parse(value, "tool_choice").allowed_tools
+    offered = {tool["function"]["name"]: tool for tool in tools}
+    if not (named := {one.function.name for one in allowed.tools}) <= {*offered}:
+        raise InvalidRequestError("tool_choice allows a tool that tools does not have", param="tool_choice")
+    return allowed.mode, tuple(offered[name] for name in offered if name in named)
 
 
 class CallNumbers:
     """Numbers the tool calls of one answer from 0, as they begin.
 
-    Servers count them in other ways, too: from 1, or each as 0, so that only ids and names distinguish calls.
+    Servers count them in other ways, too: from 1, each as 0, or not at all, so that only ids and names distinguish
+    calls, whose pieces may come in turns.
     """
 
     def __init__(self) -> None:
         self._ids: list[str] = []
         self._numbers: dict[int, int] = {}  # by the server's own
+        self._last = 0  # the call that the last piece belongs to
 
     def numbered(self, delta: Delta) -> Delta:
         calls = delta.extra.get("tool_calls")
         if not calls:
             return delta
-        numbered = [{**call, "index": self._number(call, at)} for at, call in enumerate(calls)]
+        numbered = [{**call, "index": self._number(call, at, len(calls) > 1)} for at, call in enumerate(calls)]
         return replace(delta, extra={**delta.extra, "tool_calls": numbered})
 
-    def _number(self, call: Mapping[str, Any], position: int) -> int:
-        place, id = call.get("index", position), str(call.get("id") or "")
-        number = self._numbers.get(place)
-        named = id and call.get("function", {}).get("name")  # vLLM gave each piece an id of its own, but no name
-        if number is None or (named and self._ids[number] not in ("", id)):
-            number = self._numbers[place] = len(self._ids)
+    def _number(self, call: Mapping[str, Any], position: int, several: bool) -> int:
+        index, id, name = call.get("index"), str(call.get("id") or ""), call.get("function", {}).get("name")
+        known = self._ids.index(id) if id and id in self._ids else None
+        if index is None:
+            number = known
+            if number is None and not name and self._ids:
+                number = min(position, len(self._ids) - 1) if several else self._last
+        else:
+            number = self._numbers.get(index)
+            if number is not None and id and self._ids[number] not in ("", id):
+                # vLLM gave each piece an id of its own, but no name
+                number = None if known is None and name else number if known is None else known
+        if number is None:
+            number = len(self._ids)
             self._ids.append(id)
+        if index is not None:
+            self._numbers[index] = number
+        self._last = number
         return number
 
 

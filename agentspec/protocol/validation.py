@@ -30,8 +30,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 # Accepted without effect: these fields serve a hosted service's billing, storage, regions, caches or abuse handling.
 INERT = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier session_id store user"
-    " anthropic_beta anthropic_version betas cache_control diagnostics inference_geo speed user_profile_id"
+    "metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier session_id"
+    " store user anthropic_beta anthropic_version betas cache_control diagnostics inference_geo speed user_profile_id"
     " workspace_id".split()
 )
 # Errors name these lists and objects, and not their items: `stop`, not `stop[3]`.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -85,7 +86,25 @@ ODD_CALLS = {
         [piece("a", "f", "1", index=0)],
         [piece("a", "f", index=0), piece("b", "g", "2", index=1)],
     ],
-}
+    "in turns, all as 0": [
+        [piece("a", "f", index=0)], [piece("b", "g", index=0)], [piece("a", None, "1", index=0)],
+        [piece("b", None, "2", index=0)],
+    ],
+    "in turns, without numbers": [
+        [piece("a", "f")], [piece("b", "g")], [piece("b", None, "2")], [piece("a", "", "1")],
+    ],
+    "ids in the first pieces only, without numbers": [
+        [piece("a", "f")], [piece(None, "", "1")], [piece("b", "g")], [piece(None, "", "2")],
+    ],
+    "both in each chunk, without numbers": [
+        [piece("a", "f"), piece("b", "g")], [piece(arguments="1"), piece(arguments="2")],
+    ],
+    "in turns, an empty name repeated": [
+        [piece("a", "f", index=0)], [piece("b", "g", index=1)], [piece("", "", "1", index=0)],
+        [piece("", "", "2", index=1)],
+    ],
+    "the second without an id": [[piece("a", "f", "1", index=0)], [piece("b", "g", "2")]],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("calls", ODD_CALLS.values(), ids=ODD_CALLS)
@@ -93,7 +112,7 @@ ODD_CALLS = {
 def test_tool_calls_however_they_are_numbered(calls: list[Any], late: bool) -> None:
     numbers, answer = CallNumbers(), Accumulator()
     deltas = [numbers.numbered(to_delta({"choices": [{"delta": {"tool_calls": one}}]})) for one in calls]
-    for delta in [merged(*deltas)] if late else deltas:
+    for delta in [reduce(merged, deltas)] if late else deltas:
         answer.add(delta)
     [(_, choice)] = answer.all()
     found = [(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in choice.extra["tool_calls"]]

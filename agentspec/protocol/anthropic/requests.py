@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.forms import parse_format
@@ -252,6 +252,42 @@ class _ImageBlock(_Shown):
         return {"type": "image_url", "image_url": {"url": url}}
 
 
+_Passages = Annotated[
+    list[_TextBlock], BeforeValidator(lambda value: [{"text": value}] if isinstance(value, str) else value)
+]
+
+
+class _Written(Model):
+    """A document's own text, or its blocks."""
+
+    type: Annotated[Text, must(("text", "content").__contains__, " must be text or content: PDFs are not read")] = (
+        REQUIRED
+    )
+    data: Text = ""
+    content: _Passages = Field(default=[])
+
+
+class _DocumentBlock(_Shown):
+    source: _Written = REQUIRED
+    title: Text | None = None
+    context: Text | None = None
+
+    def part(self) -> dict[str, Any]:
+        passages = [self.source.data, *(one.text for one in self.source.content)]
+        return {"type": "text", "text": "\n".join(filter(None, (self.title, self.context, *passages)))}
+
+
+class _SearchResult(_Shown):
+    """Passages that the client has found."""
+
+    source: Text = REQUIRED
+    title: Text = REQUIRED
+    content: _Passages = REQUIRED
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "text", "text": "\n".join((self.title, self.source, *(one.text for one in self.content)))}
+
+
 class _ThinkingBlock(Block):
     thinking: Text = REQUIRED
     signature: Any = None
@@ -280,7 +316,12 @@ class _ToolResult(Block):
 
 
 _TEXTS: dict[str, type[Block]] = {"text": _TextBlock, "tool_reference": _ReferenceBlock}
-_RESULT: dict[str, type[Block]] = {**_TEXTS, "image": _ImageBlock}
+_RESULT: dict[str, type[Block]] = {
+    **_TEXTS,
+    "image": _ImageBlock,
+    "document": _DocumentBlock,
+    "search_result": _SearchResult,
+}
 SAID: dict[str, type[Block]] = {**_RESULT, "tool_result": _ToolResult}
 WRITTEN: dict[str, type[Block]] = {
     **_TEXTS,

@@ -51,6 +51,7 @@ class MessagesWriter:
     _begun_calls: int = field(default=0, init=False)
     _open: _OpenBlock | None = field(default=None, init=False)
     _blank: str = field(default="", init=False)
+    _waiting: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict, init=False)  # pieces of later calls
 
     def __post_init__(self) -> None:
         self.format = AnswerFormat(stream=self.request.stream)
@@ -83,14 +84,16 @@ class MessagesWriter:
         if delta.text:
             yield from self._write_text(delta.text)
         pieces = delta.extra.get("tool_calls") or ()
-        self._calls.add(pieces)
         for position, piece in enumerate(pieces):
-            yield from self._write_call(piece, position)
+            numbered = {"index": position, **piece}
+            self._calls.add([numbered])
+            yield from self._write_call(numbered)
         if delta.finish_reason is not None:
             yield from self._end(delta)
 
     def _write_thought(self, thought: str) -> Iterator[Event]:
         if self._open is None or self._open.kind != "thinking":
+            yield from self._write_waiting(ends=True)
             yield from self._begin("thinking", {"thinking": "", "signature": ""})
         if not self.request.omitted:
             yield self._delta({"type": "thinking_delta", "thinking": thought})
@@ -101,20 +104,49 @@ class MessagesWriter:
             if not self._blank.strip():
                 return
             text, self._blank = self._blank, ""
+            yield from self._write_waiting(ends=True)
             yield from self._begin("text", {"text": ""})
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
-        """A piece of a tool call. The calls come one after the other, since a block cannot be opened again."""
-        index, function = piece.get("index", position), piece.get("function") or {}
+    def _write_call(self, piece: Mapping[str, Any]) -> Iterator[Event]:
+        """A piece of a tool call. No block can be opened again, so that a call waits until the one before is whole."""
+        index = piece["index"]
         if self._open is None or self._open.call != index:
-            if not isinstance(index, int) or index < self._begun_calls or not isinstance(function.get("name"), str):
-                raise UpstreamError("the upstream sent pieces of several tool calls in turns")
+            if index < self._begun_calls:
+                if (piece.get("function") or {}).get("arguments"):
+                    raise UpstreamError("the upstream sent more of a tool call whose arguments were whole")
+                return
+            if index in self._waiting or (self._open is not None and self._is_incomplete(self._open.call)):
+                self._waiting.setdefault(index, []).append(piece)
+                return
+        yield from self._write_piece(piece, index)
+        if self._waiting:
+            yield from self._write_waiting()
+
+    def _write_piece(self, piece: Mapping[str, Any], index: int) -> Iterator[Event]:
+        function = piece.get("function") or {}
+        if self._open is None or self._open.call != index:
+            if not isinstance(function.get("name"), str):
+                raise UpstreamError("the upstream sent a tool call without a name")
             self._begun_calls = index + 1
             head = {"id": _id_of(piece), "name": self._called(function["name"]), "input": {}}
             yield from self._begin("tool_use", head, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
+
+    def _write_waiting(self, *, ends: bool = False) -> Iterator[Event]:
+        """The calls that waited: up to one that may go on, or all where none can."""
+        while self._waiting and (ends or not self._is_incomplete(self._open.call if self._open else None)):
+            index = next(iter(self._waiting))
+            for piece in self._waiting.pop(index):
+                yield from self._write_piece(piece, index)
+
+    def _is_incomplete(self, call: int | None) -> bool:
+        """Whether more of the call must come: its arguments are no JSON object yet."""
+        if call is None:
+            return False
+        written = self._calls.whole()[call]["function"].get("arguments") or ""
+        return not written.rstrip().endswith("}") or whole_arguments(written, None) is None
 
     def _tool_use(self, call: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
         """A whole tool call, or the text of one that must not run."""
@@ -149,6 +181,7 @@ class MessagesWriter:
         self._open = None
 
     def _end(self, delta: Delta) -> Iterator[Event]:
+        yield from self._write_waiting(ends=True)
         if self._blank and not self._blocks:
             blank = self._blank
             yield from self._begin("text", {"text": ""})

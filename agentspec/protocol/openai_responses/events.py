@@ -53,7 +53,10 @@ class MessageItem(OutputItem):
 
     prefix = "msg"
     kind = "output_text"
+    text: ClassVar[str] = "text"
+    """The name of the text in the part and in the event at its end."""
     more: ClassVar[Event] = {"logprobs": []}
+    annotations: list[Item] = field(default_factory=list, init=False)
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "item": self.item("in_progress") | {"content": []}}
@@ -64,15 +67,37 @@ class MessageItem(OutputItem):
         yield {"type": f"response.{self.kind}.delta", "content_index": 0, "delta": text, **self.more}
 
     def end(self) -> Iterator[Event]:
-        yield {"type": f"response.{self.kind}.done", "content_index": 0, "text": self.written, **self.more}
+        yield {"type": f"response.{self.kind}.done", "content_index": 0, self.text: self.written, **self.more}
         yield {"type": "response.content_part.done", "content_index": 0, "part": self.part()}
 
+    def annotate(self, annotation: Item) -> Iterator[Event]:
+        """Add an annotation in the form of a chat: its members are in a member that is called as its type."""
+        kind = annotation.get("type")
+        inner = annotation.get(kind) if isinstance(kind, str) else None
+        one = {"type": kind, **inner} if isinstance(inner, dict) else annotation
+        self.annotations.append(one)
+        at = len(self.annotations) - 1
+        event = {"type": "response.output_text.annotation.added", "content_index": 0, "annotation_index": at}
+        yield {**event, "annotation": one}
+
     def part(self) -> Item:
-        return {"type": self.kind, "text": self.written, "annotations": []}
+        return {"type": self.kind, "text": self.written, "annotations": [*self.annotations]}
 
     def item(self, status: str) -> Item:
         head = {"id": self.id, "type": "message", "role": "assistant", "status": status}
         return {**head, "content": [self.part()]}
+
+
+@dataclass(slots=True)
+class RefusalItem(MessageItem):
+    """What the model says instead of an answer that it refuses."""
+
+    kind = "refusal"
+    text = "refusal"
+    more: ClassVar[Event] = {}
+
+    def part(self) -> Item:
+        return {"type": self.kind, self.text: self.written}
 
 
 @dataclass(slots=True)
@@ -173,6 +198,11 @@ class EventWriter:
         goes_on = type(self._text) is MessageItem or not self._calls  # blanks between calls are no message
         if delta.text and (goes_on or delta.text.strip()):
             yield from self._write_text(MessageItem, delta.text)
+        if isinstance(refusal := delta.extra.get("refusal"), str) and refusal:
+            yield from self._write_text(RefusalItem, refusal)
+        for annotation in delta.extra.get("annotations") or ():
+            if type(self._text) is MessageItem and isinstance(annotation, dict):  # it is about the text before it
+                yield from self._about(self._text, self._text.annotate(annotation))
         for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
             yield from self._write_call(piece, position)
 

@@ -17,14 +17,13 @@ from urllib.parse import quote, unquote
 from pydantic import AfterValidator, Field
 
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.messages import TextPart
+from agentspec.protocol.messages import RefusalPart, TextPart
 from agentspec.protocol.requests import MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.tools import CHOICES, Key, ToolNames, key_of
 from agentspec.protocol.validation import (
     REQUIRED,
     TEXT,
     Closed,
-    Model,
     NonEmpty,
     Text,
     check_json,
@@ -62,9 +61,7 @@ class _Text(TextPart):
         return {"type": "input_text", "text": self.text}
 
 
-class _Refusal(Model):
-    refusal: Text = REQUIRED
-
+class _Refusal(RefusalPart):
     def part(self) -> Item:
         return {"type": "refusal", "refusal": self.refusal}
 

@@ -225,7 +225,6 @@ class _ResponsesBody(SamplingFields, Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     service_tier: Text | None = None
-    prompt_cache_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None  # Codex' own settings
     background: Annotated[Any, only(False)] = None

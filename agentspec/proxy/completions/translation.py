@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT
+from agentspec.backends.base import CHAT, RESPONSES
 from agentspec.backends.http import Room
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import UpstreamStatusError
@@ -62,7 +62,7 @@ async def chat_deltas(
             refused = False
             async with aclosing(backend.deltas(response, room)) as deltas:
                 async for delta in deltas:
-                    refused = refused or bool(_refusal(delta))
+                    refused = refused or (context.api != RESPONSES and bool(_refusal(delta)))
                     yield _readable(delta, refused=refused)
     except UpstreamStatusError as error:
         answer.answered(error.status, error.headers, error.upstream_body)
@@ -79,7 +79,7 @@ def _chat_headers(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _readable(delta: Delta, *, refused: bool) -> Delta:
-    """`delta` with a refusal as text, which the other APIs have no place for, and as why the answer ended."""
+    """`delta` with a refusal as text, which the Messages API has no place for, and as why the answer ended."""
     if not refused:
         return delta
     return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")

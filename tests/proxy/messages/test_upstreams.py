@@ -181,7 +181,8 @@ def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any,
     assert '"stop_reason":"refusal"' in answer and ("I can" in answer)
     body = {"model": "m", "input": "hi", "stream": streamed}
     answer = post(running, body, "/v1/responses").text
-    assert '"incomplete_details":{"reason":"content_filter"}' in answer and '"text":"I cannot."' in answer
+    assert '"incomplete_details":null' in answer and '"refusal":"I cannot."' in answer
+    assert ("response.refusal.done" in answer) == streamed
 
 
 def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: Any) -> None:
