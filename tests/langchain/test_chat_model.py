@@ -173,7 +173,7 @@ def test_messages_as_openai_takes_them() -> None:
     assert first["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert second == {"type": "function", "id": "c2", "function": {"name": "g", "arguments": '{"x": '}}
     assert found[3]["tool_call_id"] == "c1"
-    assert found[4]["content"] == [{"type": "text", "text": "said"}] and found[4]["reasoning_content"] == "hmm"
+    assert found[4]["content"] == "said" and found[4]["reasoning_content"] == "hmm"
     assert found[5]["tool_calls"] == [{"type": "function", "id": None, "function": {"name": "", "arguments": ""}}]
 
 
