@@ -12,7 +12,6 @@ from weakref import WeakSet
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from agentspec.backends.base import Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Attempts, Pool
@@ -25,8 +24,7 @@ from agentspec.proxy.answering import answer_here
 from agentspec.proxy.api import Api
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import BodyBudget, RequestBody
-from agentspec.proxy.body.changing_prefix import MARK as CHANGING
-from agentspec.proxy.body.changing_prefix import without_changing_prefix
+from agentspec.proxy.body.changing_prefix import CHANGING, leave_out_changing_prefix
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.body.stored_names import refuse_stored_names
 from agentspec.proxy.body.upstream_fields import UpstreamFields
@@ -88,8 +86,8 @@ class GatewayEndpoint:
             async with until_disconnect(receive), slot as answer.release_slot:
                 body.fields = await body.work(parse_object, body.data)
                 route = self._route(body.fields, policy.strategy, answer)
-                if await body.work(contains, body.data, CHANGING) and not _is_anthropics(route.backend):
-                    body.fields, body.data = await body.work(without_changing_prefix, body.fields, body.data)
+                if await body.work(contains, body.data, CHANGING):
+                    await body.work(leave_out_changing_prefix, body, route.backend)
                 cached = services.runtime.settings.cache.store
                 context = RequestContext.of(
                     scope, headers, body.fields, answer, self.path, deadline, route, policy, cached
@@ -157,13 +155,8 @@ class GatewayEndpoint:
     def _check(self, fields: Mapping[str, Any], backend: OpenAIBackend) -> None:
         if self.services.several_tenants:
             refuse_stored_names(fields)
-        check_amounts(fields, self.rules, self.services.settings)
-        UpstreamFields(backend.settings).check(fields, self.rules)
-
-    @property
-    def rules(self) -> str:
-        """The route whose fields and amounts are allowed here."""
-        return self.path
+        check_amounts(fields, self.path, self.services.settings)
+        UpstreamFields(backend.settings).check(fields, self.path)
 
     async def pass_on(
         self,
@@ -199,10 +192,6 @@ class GenerationEndpoint(GatewayEndpoint):
     async def answer_itself(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
         await answer_here(self.api, self.services, context, body, answer)
 
-    @property
-    def rules(self) -> str:
-        return self.api.path
-
     def _inspector(self, fields: Mapping[str, Any]) -> Inspector:
         return self.api.inspector() if self.api.inspector else StreamInspector(expected_choices(self.path, fields))
 
@@ -216,13 +205,6 @@ class GenerationEndpoint(GatewayEndpoint):
             return False
         async with context.deadline.limit():
             return await context.upstream.has_route(self.path, context.headers, context.off)
-
-
-def _is_anthropics(backend: Backend) -> bool:
-    """Whether Anthropic itself answers, which reads what its own clients write for it."""
-    if isinstance(backend, PoolBackend):
-        return any(member.backend.endpoint.is_anthropics for member, _ in backend.pool.members())
-    return isinstance(backend, OpenAIBackend) and backend.endpoint.is_anthropics
 
 
 def _model(fields: Mapping[str, Any]) -> str:

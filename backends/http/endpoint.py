@@ -28,6 +28,7 @@ from agentspec.backends.settings import OpenAISettings, read_secret, sendable
 from agentspec.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
+ANTHROPIC = ".anthropic.com"
 CONNECT_SECONDS = 3.0  # enough for two lost packets
 Connections = ConnectionPool | LibraryConnections
 _SAFE = "/:?@!$&'()*+,;=%[]~"  # characters of a target that stand for themselves
@@ -62,11 +63,6 @@ class Endpoint:
     @property
     def has_key(self) -> bool:
         return self._authorization is not None
-
-    @property
-    def is_anthropics(self) -> bool:
-        """Whether this is Anthropic's own server."""
-        return f".{self._url.host}".endswith(".anthropic.com")
 
     def __repr__(self) -> str:
         return f"Endpoint({self._shown!r}, api_key={'set' if self.has_key else 'none'})"
@@ -123,7 +119,8 @@ class Endpoint:
         scheme, _, key = authorization.partition(" ")
         if not path.startswith(MESSAGES) or scheme != "Bearer":
             return {"authorization": authorization}
-        return {"x-api-key": key} | ({} if self.is_anthropics else {"authorization": authorization})
+        is_anthropics = f".{self._url.host}".endswith(ANTHROPIC)
+        return {"x-api-key": key} | ({} if is_anthropics else {"authorization": authorization})
 
     async def fetch(
         self, method: str, path: str, *, body: bytes = b"", limit: int = MAX_ANSWER_BYTES, **options: Any

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
+from agentspec.backends.base import (
+    CHAT,
+    COMPACT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    INPUT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+)
 from agentspec.protocol.requests import SAMPLED
 
 
@@ -33,7 +42,7 @@ _GENERATING: Final = SAMPLED | _names("""
     latency_target_ms_per_token
 """)
 
-BY_API: Final[Mapping[str, frozenset[str]]] = {
+BY_API: dict[str, frozenset[str]] = {
     CHAT: _GENERATING | _TOOLS_OFFERED | _names("""
         messages max_completion_tokens top_logprobs reasoning_effort verbosity modalities audio moderation
         web_search_options functions function_call store
@@ -52,6 +61,7 @@ BY_API: Final[Mapping[str, frozenset[str]]] = {
         cache_control container context_management compaction inference_geo speed diagnostics
     """),
 }  # fmt: skip
+BY_API |= {COUNT_TOKENS: BY_API[MESSAGES], **dict.fromkeys((INPUT_TOKENS, COMPACT), BY_API[RESPONSES])}
 OTHER_ROUTES: Final = frozenset[str]().union(*BY_API.values()) | _names("""
     query queries text_1 text_2 top_n return_documents max_tokens_per_doc tokens return_token_strs
     voice speed stream_format size quality style background moderation output_format output_compression

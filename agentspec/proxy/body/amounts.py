@@ -39,7 +39,7 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
         if not isinstance(fields.get(name), bool):
             _count(fields, name, 0, MAX_LOGPROBS)
     _length(fields, "messages", MAX_MESSAGES)
-    if path == RESPONSES:
+    if path.startswith(RESPONSES):
         _length(fields, "input", MAX_MESSAGES)
         if len(_offered(fields)) > MAX_TOOLS:
             message = f"more than {MAX_TOOLS} tools, those of namespaces and items counted"

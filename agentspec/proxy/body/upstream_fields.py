@@ -17,23 +17,7 @@ from starlette.types import Scope
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
-from agentspec.proxy.body.allowed_fields import (
-    ACCOUNTS,
-    BY_API,
-    BY_KIND,
-    ENCODED,
-    MEDIA,
-    OTHER,
-    OTHER_ROUTES,
-    REGIONS,
-    TEMPLATE_ARGUMENTS,
-    TENSORS,
-    TEXT_BY_TYPE,
-    TEXT_FIELDS,
-    TOOL_TYPES,
-    TRANSFERS,
-    Region,
-)
+from agentspec.proxy.body import allowed_fields as allowed
 
 _HEAD = 256  # characters of a value that decide what it is
 # What URL parsers skip: blanks and controls in front, tabs and line ends everywhere.
@@ -112,7 +96,7 @@ class UpstreamFields:
         self._hosts = frozenset(host.lower() for host in settings.allow_media_hosts)
         self._kinds = {"vllm", "sglang"} if settings.server_kind == "auto" else {settings.server_kind} - {"other"}
         self._added = frozenset(settings.allow_fields) | ({"priority"} if settings.priority != "off" else set())
-        self._arguments = TEMPLATE_ARGUMENTS | set(settings.allow_fields)
+        self._arguments = allowed.TEMPLATE_ARGUMENTS | set(settings.allow_fields)
 
     def check(self, fields: Mapping[str, Any], path: str) -> None:
         """Raise `InvalidRequestError`, with the path of the field as `param`, for what is not allowed in a request to
@@ -127,8 +111,8 @@ class UpstreamFields:
         for name in ("tools", "input"):
             self._check_tools(fields.get(name), name)
         for name, value in fields.items():
-            if name not in TEXT_FIELDS:
-                self._walk({name: value}, REGIONS.get(name, OTHER))
+            if name not in allowed.TEXT_FIELDS:
+                self._walk({name: value}, allowed.REGIONS.get(name, allowed.OTHER))
 
     def check_template_arguments(self, arguments: Any) -> None:
         """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
@@ -141,17 +125,17 @@ class UpstreamFields:
                 )
 
     def _check_names(self, fields: Mapping[str, Any], path: str) -> None:
-        api = BY_API.get(path, OTHER_ROUTES)
-        allowed = api.union(self._added, *(BY_KIND[kind] for kind in self._kinds))
+        api = allowed.BY_API.get(path, allowed.OTHER_ROUTES)
+        known = api.union(self._added, *(allowed.BY_KIND[kind] for kind in self._kinds))
         for name in fields:
-            if name not in allowed:
-                raise _refused(name, suggestion(name, allowed))
+            if name not in known:
+                raise _refused(name, suggestion(name, known))
         metadata = fields.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise InvalidRequestError("metadata must be an object", param="metadata")
         for parent, inner in (("metadata", metadata), ("vllm_xargs", fields.get("vllm_xargs"))):
             for name in inner if isinstance(inner, dict) else ():
-                if name in TRANSFERS or (parent == "metadata" and ACCOUNTS.fullmatch(name[:128])):
+                if name in allowed.TRANSFERS or (parent == "metadata" and allowed.ACCOUNTS.fullmatch(name[:128])):
                     raise _refused(f"{parent}.{name}")
 
     def _check_tools(self, tools: Any, path: str) -> None:
@@ -167,9 +151,11 @@ class UpstreamFields:
 
     def _is_tool(self, kind: str) -> bool:
         """Whether the type is known. Those of Anthropic's and some of OpenAI's tools end in a date."""
-        return kind in TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
+        return (
+            kind in allowed.TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
+        )
 
-    def _walk(self, value: Any, region: Region, nearest: str = "", at: _Place | None = None) -> None:
+    def _walk(self, value: Any, region: allowed.Region, nearest: str = "", at: _Place | None = None) -> None:
         """Check all strings in an object or array, in order; `nearest` is the last name on the way to it.
 
         It calls itself for each level: bodies have few.
@@ -178,7 +164,7 @@ class UpstreamFields:
         text = _text_of(value) if named else frozenset()
         for key, one in cast("Iterable[tuple[Any, Any]]", value.items() if named else enumerate(value)):
             name, place = key if named else nearest, (at, key)
-            if region.media and named and TENSORS.fullmatch(key) and key not in self._added:
+            if region.media and named and allowed.TENSORS.fullmatch(key) and key not in self._added:
                 raise _refused(_path(place))
             if type(one) is str:
                 if name not in region.text and key not in text:
@@ -186,25 +172,29 @@ class UpstreamFields:
             elif type(one) in (dict, list) and key not in region.skipped:
                 self._walk(one, region.inner.get(key, region), name, place)
 
-    def _check_string(self, text: str, nearest: str, region: Region, place: _Place) -> None:
+    def _check_string(self, text: str, nearest: str, region: allowed.Region, place: _Place) -> None:
         media = region.media
-        if media and nearest in MEDIA:
+        if media and nearest in allowed.MEDIA:
             harmless = is_inline(text)
-        elif media and nearest in ENCODED:
+        elif media and nearest in allowed.ENCODED:
             harmless = is_inline(text) or is_base64(text)
         elif media and nearest == "type":
-            harmless = not TENSORS.fullmatch(text) or text in self._added
+            harmless = not allowed.TENSORS.fullmatch(text) or text in self._added
         else:
             harmless = not is_address(text)
         if not harmless and not is_on(text, self._hosts):
             path = _path(place)
-            wanted = "must be a data: URL" if media and nearest in MEDIA | ENCODED else "may not name an address"
+            wanted = (
+                "must be a data: URL"
+                if media and nearest in allowed.MEDIA | allowed.ENCODED
+                else "may not name an address"
+            )
             raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
 
 
 def _text_of(value: Mapping[str, Any]) -> Set[str]:
     kind = value.get("type")
-    return TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
+    return allowed.TEXT_BY_TYPE.get(kind, frozenset()) if isinstance(kind, str) else frozenset()
 
 
 def _refused(path: str, hint: str = "") -> InvalidRequestError:

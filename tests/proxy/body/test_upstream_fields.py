@@ -10,7 +10,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError
 from agentspec.proxy.app import APIS
 from agentspec.proxy.body.reading import MAX_DEPTH
-from agentspec.proxy.body.upstream_fields import BY_API, UpstreamFields
+from agentspec.proxy.body.upstream_fields import UpstreamFields, allowed
 from agentspec.proxy.metering import demand_of
 
 ROUTE = "/any"  # of the operator's list, where the fields of all APIs pass
@@ -24,7 +24,7 @@ def said(*parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
-@pytest.mark.parametrize("path", [*BY_API, ROUTE])
+@pytest.mark.parametrize("path", [*allowed.BY_API, ROUTE])
 @pytest.mark.parametrize(
     "name",
     """
@@ -46,7 +46,7 @@ def test_fields_that_are_not_on_the_list_are_refused(name: str, path: str) -> No
 def test_no_api_lacks_a_list_or_a_charge() -> None:
     """Without a list the fields of all APIs would pass; without a charge an answer without a bound would be free."""
     paths = {api.path for api in APIS}
-    assert paths <= BY_API.keys() and all(demand_of(path, b"{}", {}).answer for path in paths)
+    assert paths <= allowed.BY_API.keys() and all(demand_of(path, b"{}", {}).answer for path in paths)
 
 
 def test_fields_of_the_clients_libraries_pass() -> None:
@@ -64,7 +64,7 @@ def test_fields_of_the_clients_libraries_pass() -> None:
         (MESSAGES, messages.MessageCreateParamsBase),
     ):
         refused = "access_programs betas billing_policy fallback_credit_token fallbacks mcp_servers thread"
-        assert {*kind.__annotations__} - BY_API[path] <= {*refused.split(), "user_profile_id", "workspace_id"}
+        assert {*kind.__annotations__} - allowed.BY_API[path] <= {*refused.split(), "user_profile_id", "workspace_id"}
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("auto", True), ("vllm", True), ("sglang", False), ("other", False)])
