@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 _TOOLS = """You may call functions to answer. They are, one JSON object a line:
@@ -41,6 +42,42 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     written = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects]
     content = "\n".join([*([message["content"]] if message["content"] else []), *written])
     return {"role": message["role"], "content": content}
+
+
+def in_place(messages: list[dict[str, Any]], takes: Callable[[tuple[str, ...]], bool]) -> list[dict[str, Any]]:
+    """The messages with each system and developer message where it stands, by a role that the template takes there:
+    what was sent in front stays a beginning of the prompt. `takes` says whether it shows messages of some roles.
+    """
+    chat = ("user", "assistant")
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        role = message.get("role")
+        if role == "developer" and not takes(("developer", *chat, "developer", "user")):
+            role = "system"
+        if role == "system" and all(one["role"] == "system" for one in result):
+            if result and not takes(("system", "system", "user")):
+                result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n\n{message['content']}"}
+                continue
+        elif role == "system" and not takes(("system", *chat, "system", "user")):
+            role = "user"
+        result.append({**message, "role": role})
+    return result
+
+
+def simplified(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that refuses system messages, or two in a row of the user: one text of the user. Or
+    it refuses a text next to thoughts and calls: then the text ends the thoughts.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        one = {**message, "role": "user"} if message.get("role") == "system" else message
+        if one.get("tool_calls") and one.get("thinking") and one.get("content"):
+            one = {**one, "thinking": f"{one['thinking']}\n\n{one['content']}", "content": ""}
+        if result and one.get("role") == result[-1].get("role") == "user":
+            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n\n{one['content']}"}
+        else:
+            result.append(one)
+    return result
 
 
 def escape_markers(text: str, behind: str = "") -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from agentspec.errors import InvalidRequestError
@@ -14,6 +16,11 @@ from agentspec.types import GenerateRequest, Message
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES: Final = 10_000  # of a chat: a template may look at earlier messages for each of them
+THOUGHTS: Final = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of an earlier answer, in templates
 MAX_RENDERED: Final = 10_000_000  # characters of a prompt: more than the largest body of a request has by default
 
 
@@ -42,21 +49,69 @@ def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_fi
         from agentspec.backends.chat_templates import described
 
         messages, tools = described(messages, tools or []), None
+
+    def apply(messages: list[dict[str, Any]]) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=start,
+                continue_final_message=continue_final,
+                **request.template_arguments,
+            )
+        except Exception as error:  # whatever Python raises in a template, such as for a number divided by zero
+            message = f"the chat template refuses these messages: {str(error)[:300] or type(error).__name__}"
+            raise InvalidRequestError(message, param="messages") from error
+        return str(text)
+
+    if "tools" in source and any("tool_calls" in one for one in messages) and wants_json(tokenizer, source):
+        for call in (call for one in messages for call in one.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    roles = [one.get("role") for one in messages]
+    if "system" in roles[1:] or "developer" in roles:
+        from agentspec.backends.chat_templates import in_place
+
+        messages = in_place(messages, takes=partial(takes, tokenizer, source))
     try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=start,
-            continue_final_message=continue_final,
-            **request.template_arguments,
-        )
-    except Exception as error:  # whatever Python raises in a template, such as for a number divided by zero
-        message = f"the chat template refuses these messages: {str(error)[:300] or type(error).__name__}"
-        raise InvalidRequestError(message, param="messages") from error
+        text = apply(messages)
+    except InvalidRequestError:
+        from agentspec.backends.chat_templates import simplified
+
+        if (others := simplified(messages)) == messages:
+            raise
+        text = apply(others)
     if len(text) > MAX_RENDERED:
         raise InvalidRequestError(f"the prompt is longer than {MAX_RENDERED:,} characters", param="messages")
-    return str(text)
+    return text
+
+
+def _probe(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> str:
+    """What the chat template `source` shows of the messages; empty if it refuses them."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False))
+    except Exception:
+        return ""
+
+
+@lru_cache(maxsize=64)
+def takes(tokenizer: Any, source: str, roles: tuple[str, ...]) -> bool:
+    """Whether the chat template `source` shows messages of these `roles` in their order, each once."""
+    texts = [f"probe{number}" for number in range(len(roles))]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    return re.findall(r"probe\d", _probe(tokenizer, source, messages)) == texts
+
+
+@lru_cache(maxsize=64)
+def wants_json(tokenizer: Any, source: str) -> bool:
+    """Whether the chat template `source` prints the arguments of calls as they are: then they have to be JSON text."""
+
+    def shown(arguments: Any) -> str:
+        call = {"id": "probe1234", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked, called = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        return _probe(tokenizer, source, [asked, called])
+
+    return not re.search(r"probe5678(?!')", shown({"probe5678": 1})) and '"probe5678": 1' in shown('{"probe5678": 1}')
 
 
 def _checked(request: GenerateRequest) -> list[dict[str, Any]]:
@@ -77,6 +132,8 @@ def plain(message: Message) -> dict[str, Any]:
     object within the bounds of `check_json`.
     """
     plain = dict(message)
+    if thoughts := message.get("reasoning_content") or message.get("reasoning"):
+        plain |= dict.fromkeys(THOUGHTS, thoughts)
     if message.get("tool_calls"):
         plain["tool_calls"] = [_parsed(call) for call in message["tool_calls"]]
     else:

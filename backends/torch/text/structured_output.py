@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler, is_large
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expectation, GrammarSource, grammar_of
+from agentspec.backends.torch.text.channels import HARMONY, HarmonyParser, TemplateParser
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.backends.torch.text.tool_parser import OutputPiece, ToolCallParser, ToolFormat, tool_format
+from agentspec.backends.torch.text.tool_markup import MarkupParser, Schemas
+from agentspec.backends.torch.text.tool_parser import (
+    Format,
+    OutputPiece,
+    ToolCallParser,
+    ToolFormat,
+    format_of,
+    joined,
+    tool_format,
+)
 from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
 from agentspec.types import Delta, GenerateRequest
@@ -92,25 +103,36 @@ class OutputParserSpec:
     """Says how to parse the answers to one request."""
 
     expected: Expectation = "never"
-    format: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
+    format: Format | None = None
+    schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
     named: bool = False
+    template: Callable[[], Any] | None = None  # makes transformers' parser by the checkpoint's `response_template`
+    split: bool = True
 
     @classmethod
-    def of(cls, request: GenerateRequest, format: ToolFormat | None, expected: Expectation) -> OutputParserSpec:
+    def of(cls, request: GenerateRequest, format: Format | None, expected: Expectation) -> OutputParserSpec:
         return cls(
             expected=expected if request.split_reasoning else "never",
             format=format,
-            names=frozenset(tool["function"]["name"] for tool in request.tools),
+            schemas={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.tools},
             parallel=request.parallel_tool_calls,
             named=request.tool_choice not in ("auto", "none", "required"),
+            split=request.split_reasoning,
         )
 
     def parser(self) -> OutputParser:
         parallel = self.parallel and not self.named
-        calls = None if self.format is None else ToolCallParser(self.format, self.names, parallel)
-        return OutputParser(self, ReasoningParser(self.expected), calls)
+        if self.template is not None or self.format is HARMONY:
+            calls = MarkupParser(HARMONY, self.schemas, parallel)
+            channels = HarmonyParser(calls) if self.template is None else TemplateParser(self.template(), calls)
+            return OutputParser(self, channels, None)
+        found: ToolCallParser | MarkupParser | None = None
+        if isinstance(self.format, ToolFormat):
+            found = ToolCallParser(self.format, frozenset(self.schemas), parallel)
+        elif self.format is not None:
+            found = MarkupParser(self.format, self.schemas, parallel)
+        return OutputParser(self, ReasoningParser(self.expected), found)
 
 
 @dataclass(slots=True)
@@ -118,19 +140,21 @@ class OutputParser:
     """Turns the engine's deltas into the client's, without losing or repeating text."""
 
     spec: OutputParserSpec
-    _reasoning: ReasoningParser
-    _calls: ToolCallParser | None
+    _reasoning: ReasoningParser | HarmonyParser | TemplateParser
+    _calls: ToolCallParser | MarkupParser | None
     _called: bool = field(default=False)
 
     def parse(self, delta: Delta) -> Delta:
         """The same delta with its text split into text, reasoning and tool calls."""
+        ended = delta.finish_reason is not None
         reasoning, text = self._reasoning.feed(delta.text)
-        if delta.finish_reason is not None:
-            rest = self._reasoning.finish()
-            reasoning, text = reasoning + rest[0], text + rest[1]
-        pieces: list[OutputPiece] = [text] if self._calls is None else self._calls.feed(text)
-        if self._calls is not None and delta.finish_reason is not None:
-            pieces += self._calls.finish()
+        rest = self._reasoning.finish() if ended else ("", "")
+        reasoning, pieces = reasoning + rest[0], joined([*_pieces(text), *_pieces(rest[1])])
+        if self._calls is not None:
+            pieces = self._calls.feed("".join(map(str, pieces)))
+            pieces += self._calls.finish() if ended else []
+        if not self.spec.split and self._calls is None and reasoning:
+            reasoning, pieces = "", [reasoning, *pieces]
         calls = [piece for piece in pieces if isinstance(piece, dict)]
         self._called = self._called or bool(calls)
         extra: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
@@ -138,10 +162,14 @@ class OutputParser:
             extra["tool_calls"] = calls
         answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
-        whole = self._called and self._calls is not None and not self._calls.cut  # by a stop string, for example
+        whole = self._called and not (self._calls is not None and self._calls.cut)  # by a stop string, for example
         if finish == "stop" and whole and not self.spec.named:
             finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
         return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)
+
+
+def _pieces(parsed: str | list[OutputPiece]) -> list[OutputPiece]:
+    return [parsed] if isinstance(parsed, str) else parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +205,11 @@ class StructuredOutputBuilder:
         self._threads = TenantThreads(1, "agentspec-grammar")
         self._vocabulary: dict[str, int] = getattr(tokenizer.tokenizer, "get_vocab", dict)()
         self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
-        self.finds_marks = self._thinks or BEGIN in self._vocabulary  # in any chat's answer, without tools
+        self._has_channels = format_of(template_of(tokenizer.tokenizer)) is HARMONY
+        self._response_template = getattr(tokenizer.tokenizer, "response_template", None)
+        self.finds_marks = bool(  # in any chat's answer, without tools
+            self._thinks or BEGIN in self._vocabulary or self._has_channels or self._response_template
+        )
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
         """Build it for `request`, rendered as `prompt`. Raises `InvalidRequestError`."""
@@ -202,10 +234,18 @@ class StructuredOutputBuilder:
         """How to parse answers to `request`, rendered as a text that ends in `prompt`, and the special tokens that are
         marks to the parser.
         """
+        tokenizer, chat = self._tokenizer.tokenizer, request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
-        format = tool_format(self._tokenizer.tokenizer) if called else None
+        template = self._response_template if chat else None
+        format: Format | None = HARMONY if chat and self._has_channels else None
+        if called:
+            format = tool_format(tokenizer, required=template is None or request.tool_choice != "auto")
         spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
-        return spec, frozenset() if request.messages is None else self._shown(format)
+        if template and format is None:  # of formats known here, calls are streamed and constrained
+            tools = [dict(tool) for tool in request.tools] if called else None
+            make = partial(tokenizer.get_response_parser, prefix=prompt, tools=tools)
+            spec = replace(spec, template=make)
+        return spec, self._shown(format, str(template or "")) if chat else frozenset()
 
     async def compiled(self, tenant: str, source: GrammarSource) -> CompiledGrammar:
         """The compiled grammar. Tenants take turns with large ones, which hold up no other request.
@@ -231,9 +271,12 @@ class StructuredOutputBuilder:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
         return expectation(prompt, thinks=request.messages is not None and self._thinks)
 
-    def _shown(self, format: ToolFormat | None) -> frozenset[int]:
-        """The special tokens among the strings that the answer's parser looks for."""
-        sought = {BEGIN, END, *(format.markers if format else ())} & self._vocabulary.keys()
+    def _shown(self, format: Format | None, template: str) -> frozenset[int]:
+        """The special tokens among the strings that the answer's parser looks for, or a response template names."""
+        named = (self._tokenizer.spell(token) for token in self._tokenizer.special_ids) if template else ()
+        sought = {text for text in named if text in template.replace("\\", "")}
+        sought |= {BEGIN, END, *(format.markers if format else ())}
+        sought &= self._vocabulary.keys()
         tokens = [self._vocabulary[text] for text in sought]
         return frozenset(token for token in tokens if not self._tokenizer.decode([token]))
 

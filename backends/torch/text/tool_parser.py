@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from io import SEEK_END, StringIO
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
+from agentspec.backends.torch.text.channels import HARMONY
 from agentspec.backends.torch.text.chat_template import template_of
+from agentspec.backends.torch.text.tool_markup import (
+    DEEPSEEK,
+    DEEPSEEK_3,
+    DSML,
+    DSML_4,
+    FUNCTION_GEMMA,
+    GEMMA,
+    GLM,
+    NO_PARAMETERS,
+    PYTHONIC,
+    QWEN,
+    MarkupFormat,
+    Tool,
+)
 from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
 
@@ -134,10 +149,6 @@ def _string(written: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-Tool = Mapping[str, Any]
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes calls: `opening`, then a JSON object with a name and `arguments`, then `closing` if there is
@@ -209,17 +220,34 @@ MISTRAL_NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True, before_argumen
 MISTRAL_IDS = replace(MISTRAL_NAMED, before_id="[CALL_ID]")  # `mistral_common.experimental.tools` reads all three
 
 
-def format_of(template: str) -> ToolFormat | None:
+Format = ToolFormat | MarkupFormat
+FORMATS: Final[tuple[tuple[tuple[str, ...], Format], ...]] = (
+    (("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MISTRAL_IDS),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<function=",), QWEN),
+    (("<arg_key>",), GLM),
+    (("<tool_call>",), HERMES),
+    (("DSML", "tool_calls>"), DSML_4),
+    (("DSML",), DSML),
+    (("tool▁sep", "```json"), DEEPSEEK_3),
+    (("tool▁sep",), DEEPSEEK),
+    (("<|tool_call>",), GEMMA),
+    (("<start_function_call>",), FUNCTION_GEMMA),
+    (("<|channel|>",), HARMONY),
+    (("[func_name",), PYTHONIC),
+    (("<|python_tag|>",), LLAMA),
+    (("ipython",), LLAMA),
+)
+"""What each format is known by in a chat template; the first row counts of which all is there."""
+
+
+def format_of(template: str) -> Format | None:
     """The format that a chat template teaches; None if it knows no tools or teaches a format not known here."""
-    if "[TOOL_CALLS]" in template:
-        named = MISTRAL_IDS if "[CALL_ID]" in template else MISTRAL_NAMED
-        return named if "[ARGS]" in template else MISTRAL
-    if "<tool_call>" in template:  # some templates write XML between these tags instead of JSON
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
-    return LLAMA if "<|python_tag|>" in template or "ipython" in template else None
+    return next((format for signs, format in FORMATS if all(sign in template for sign in signs)), None)
 
 
-def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
+def tool_format(tokenizer: Any, *, required: bool = True) -> Format | None:
     """The tool call format of the model's chat template; Hermes' if the template has no tools.
 
     For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
@@ -228,8 +256,8 @@ def tool_format(tokenizer: Any, *, required: bool = True) -> ToolFormat | None:
     format = format_of(template) if "tools" in template else HERMES
     if format is None and required:
         raise InvalidRequestError(
-            "this model's chat template writes tool calls in a format that is not known here; known: Hermes, Llama 3, "
-            "Mistral",
+            "this model's chat template writes tool calls in a format that is not known here; known: "
+            + ", ".join(sorted({format.name for _, format in FORMATS})),
             param="tools",
         )
     return format

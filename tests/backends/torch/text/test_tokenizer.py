@@ -177,6 +177,75 @@ def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) ->
     assert caught.value.param == "tools"
 
 
+OPEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+FIRST = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+FIRST += "<{{ m.role }}>{{ m.content }}{% endfor %}"
+KNOWN = (
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('unknown') }}{% endif %}{% endfor %}"
+    + FIRST
+)
+FRONT = "{% for m in messages if m.role == 'system' %}<system>{{ m.content }}{% endfor %}"
+FRONT += "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+DROPS = OPEN.replace("<{{", "{% if m.role != 'system' or loop.first %}<{{").replace("{% endfor", "{% endif %}{% endfor")
+TURNS = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'system' %}"
+TURNS += "{{ raise_exception('alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CHAT = [("system", "a"), ("user", "b"), ("assistant", "c")]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "prompt"),
+    [
+        (OPEN, [*CHAT, ("system", "d"), ("user", "e")], "<system>a<user>b<assistant>c<system>d<user>e"),
+        (FIRST, [*CHAT, ("system", "d"), ("user", "e")], "<system>a<user>b<assistant>c<user>d<user>e"),
+        (FRONT, [*CHAT, ("system", "d"), ("user", "e")], "<system>a<user>b<assistant>c<user>d<user>e"),
+        (DROPS, [*CHAT, ("system", "d"), ("user", "e")], "<system>a<user>b<assistant>c<user>d<user>e"),
+        (TURNS, [*CHAT, ("system", "d"), ("user", "e")], "<user>a\n\nb<assistant>c<user>d\n\ne"),
+        (TURNS, CHAT[:2], "<user>a\n\nb"),
+        (OPEN, [("system", "a"), ("system", "d"), *CHAT[1:]], "<system>a<system>d<user>b<assistant>c"),
+        (FIRST, [("system", "a"), ("system", "d"), *CHAT[1:]], "<system>a\n\nd<user>b<assistant>c"),
+        (FIRST, [*CHAT[1:], ("system", "d")], "<user>b<assistant>c<user>d"),
+        (KNOWN, [("developer", "a"), *CHAT[1:], ("developer", "d")], "<system>a<user>b<assistant>c<user>d"),
+    ],
+)  # fmt: skip
+def test_system_messages_stay_where_they_are(tokenizer_of: Any, template: str, roles: Any, prompt: str) -> None:
+    messages = [{"role": role, "content": content} for role, content in roles]
+    tokenizer = tokenizer_of(template)
+    assert rendered(tokenizer, messages) == prompt
+    before = rendered(tokenizer, messages[:3])
+    assert prompt.startswith(before) or template is TURNS  # so that it is read from the KV cache
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.NAME %}<think>\n{{ m.NAME }}\n</think>\n\n{% endif %}{{ m.content }}"
+)
+THINKS += "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ 'ARGS' }}{% endfor %}{% endfor %}"
+THINKS += "{% if tools and false %}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+ARGUMENTS = ("{{ c.function.arguments }}", "{{ c.function.arguments|tojson }}", "{{ '' + c.function.arguments + '' }}")
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_a_turn_goes_on_from_the_thoughts_and_calls_before(
+    tokenizer_of: Any, name: str, sent: str, arguments: str
+) -> None:
+    tokenizer = tokenizer_of(THINKS.replace("NAME", name).replace("{{ 'ARGS' }}", arguments))
+    asked = [{"role": "user", "content": "hi"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": ["é"]}'}}
+    said = {"role": "assistant", "content": None, sent: "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    answer = '<think>\nHm.\n</think>\n\nf{"a": ["é"]}'
+    assert rendered(tokenizer, [*asked, said, result], tools=(TOOL,)).startswith(rendered(tokenizer, asked) + answer)
+
+
+def test_thoughts_and_text_beside_calls_are_joined_where_a_template_takes_one_of_them(tokenizer_of: Any) -> None:
+    strict = "{% for m in messages %}{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
+    strict += "{{ m.thinking }}{{ m.content }};{% endfor %}{{ tools }}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert rendered(tokenizer_of(strict), [said]).startswith("Hm.\n\nI look.;")
+
+
 def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
     said = [{"role": "user", "content": "x" * 1000}]
     assert len(rendered(tokenizer_of("{{ messages[0].content * 10000 }}"), said)) == 10_000_000

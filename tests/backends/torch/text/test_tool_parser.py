@@ -206,7 +206,6 @@ def follows(grammar: Any, tokenizer: Any, text: str) -> bool:
         ("[TOOL_CALLS] [ARGS]", MISTRAL_NAMED),
         ("[TOOL_CALLS] [CALL_ID] [ARGS]", MISTRAL_IDS),
         ("{{ tools }} in some other way", None),
-        ("{{ tools }}<tool_call><function=f></function></tool_call>", None),
     ],
 )
 def test_the_format_is_read_off_the_template(template: str, format: ToolFormat | None) -> None:
@@ -290,6 +289,6 @@ NAMED = '[TOOL_CALLS]f[ARGS]{"a": "x"}'
     ],
 )
 def test_an_answer_whose_call_was_cut_does_not_end_with_calls(format: ToolFormat, text: str, finish: str) -> None:
-    parser = OutputParserSpec(format=format, names=frozenset({"f"})).parser()
+    parser = OutputParserSpec(format=format, schemas={"f": {}}).parser()
     delta = parser.parse(Delta(text=text, finish_reason="stop"))
     assert delta.finish_reason == finish and delta.extra["tool_calls"]
