@@ -45,6 +45,11 @@ def test_the_example_is_complete_and_loads(repository):
     assert missing == []
 
 
+def test_the_pair_for_strategies_loads(repository):
+    settings = load_settings(repository / "examples" / "reasoning_pair" / "agentspec.toml")
+    assert settings.models["qwen-fast"].strategy == "specreason"
+
+
 def test_flags_over_environment_over_file_over_defaults(write, monkeypatch):
     path = write("[server]\nhost = 'file'\nport = 1\nmax_connections = 1\n")
     monkeypatch.setenv("AGENTSPEC_SERVER__PORT", "2")
