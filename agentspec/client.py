@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -53,8 +54,8 @@ def generate(prompt: str, *, stream: bool = False, **options: Any) -> str | Iter
     """What a model writes after `prompt`, as it stands: `generate("1, 2, 3,", max_tokens=8)`; pieces with `stream`.
 
     `model` is a built-in name, a folder, a GGUF file or a model-hub id, by default smollm2-135m, or any model of the
-    endpoint `base_url` (with `api_key`). Further options are the sampling fields, `session`, `store`, `speculation` and
-    `prediction`. An unknown one raises `InvalidRequestError`. The call is counted in `report()`.
+    endpoint `base_url` (with `api_key` or `$AGENTSPEC_API_KEY`). Further options are the sampling fields, `session`,
+    `store`, `speculation` and `prediction`; an unknown one raises an error. The call is counted in `report()`.
     """
     return _answer(stream, options, text=prompt)
 
@@ -118,7 +119,8 @@ def _deltas(options: dict[str, Any], content: dict[str, Any]) -> Callable[[], As
     for name, given in _NO_TEXT.items():
         if options.get(name) not in (None, 1, []):
             raise InvalidRequestError(f"{name}: generate and chat give {given}; use ChatAgentSpec", param=name)
-    base_url, api_key = checked_url(options.pop("base_url", None)), options.pop("api_key", None)
+    base_url = checked_url(options.pop("base_url", None))
+    api_key = options.pop("api_key", None) or os.environ.get("AGENTSPEC_API_KEY")
     chosen = {name: options.pop(name, None) for name in (*SAMPLING, *OWN)}
     chosen["model"] = chosen["model"] or current_policy().model or DEFAULT_MODEL
     labels = replace(current_labels(), session=chosen["session"] or current_labels().session)

@@ -11,6 +11,7 @@ import pytest
 import agentspec
 from agentspec import ConfigurationError, InvalidRequestError, UpstreamStatusError
 from agentspec.langchain import ChatAgentSpec
+from agentspec.settings.server import ApiKey
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Labels
 from tests.proxy.conftest import run_gateway, wait_for
@@ -79,6 +80,14 @@ def test_a_wrong_option_is_refused_by_its_name(served: Any, options: dict[str, A
     with pytest.raises((InvalidRequestError, ConfigurationError, UpstreamStatusError), match=message):
         agentspec.chat(messages, **{**there, **options})
     assert not fake.requests
+
+
+@pytest.mark.parametrize("given", [{"api_key": "right"}, {}])
+def test_a_key_is_given_or_in_the_environment(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "right")
+    monkeypatch.setenv("AGENTSPEC_API_KEY", "wrong" if given else "right")
+    with run_gateway({"fake": FakeBackend()}, api_keys=(ApiKey(key_env="KEY"),)) as running:
+        assert agentspec.chat("hi", model="fake", base_url=f"{running.url}/v1", **given) == "ok"
 
 
 def test_an_address_without_v1_is_named(served: Any) -> None:

@@ -24,7 +24,6 @@ from agentspec.protocol.speculation import RetrievalSpeculation, StepSpeculation
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 from agentspec.step import (
-    StepPolicy,
     async_httpx_hooks,
     current_labels,
     current_policy,
@@ -335,19 +334,6 @@ def test_the_earliest_deadline_counts_and_what_is_left_of_it_is_sent() -> None:
         assert 7000 < float(headers()["x-agentspec-deadline-s"]) <= 10_000
     with workflow("w", deadline=1e-9):
         assert left(None) == left(5) == 0.001  # it is over, and nothing is refused for it
-
-
-def test_headers_carry_the_policy() -> None:
-    policy = StepPolicy(strategy="specreason", latency_ms_per_token=12.5, priority=2, store=False, speculation=False)
-    with workflow("w", policy=policy, priority=3):
-        assert headers() == {
-            "x-agentspec-workflow": "w",
-            "x-agentspec-strategy": "specreason",
-            "x-agentspec-latency-ms-per-token": "12.5",
-            "x-agentspec-priority": "3",
-            "x-agentspec-store": "off",
-            "x-agentspec-speculation": "off",
-        }
 
 
 def test_wrong_values_are_refused_where_they_are_written() -> None:

@@ -76,18 +76,6 @@ def test_tools_outside_the_given_are_neither_predicted_nor_kept_with_arguments()
     assert model.predict(history, TOOLS).predictions == ()
 
 
-def test_probabilities_are_calibrated_by_their_outcomes() -> None:
-    """Half of the users ask for their orders, so a call that follows each user is worth a half."""
-    model = CallModel()
-    for number in range(40):
-        history = ToolHistory()
-        history.says(f"I am ann_{1000 + number}")
-        forecast = model.predict(history, TOOLS)
-        calls = [ToolCall("user", {"id": f"ann_{1000 + number}"})] if number % 2 else []
-        model.learn(model.observe(history, calls, forecast, TOOLS), str(number))
-    assert 0.3 < forecast.predictions[0].probability < 0.7
-
-
 def listing(model: CallModel, number: int, *, reads: bool, size: int = 2) -> float:
     """The user's orders are listed, and read in turn, or the first one alone. Returns how likely the last one was."""
     history, open_ = ToolHistory(), OpenForecasts(30.0)
