@@ -1,4 +1,4 @@
-"""The state of one request of the server: its cache, what may follow, and what its client told of it."""
+"""The state of one request of the server: its cache, what may follow, and what its client sent with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRANSCRIPT = 0
 SURE = 0.8  # no new search is needed if the next token has at least this probability
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
-LONGEST_TIME = 1e12  # milliseconds per token: nobody waits longer, and no number below is too large to compute with
+LONGEST_TIME = 1e12  # milliseconds per token: no client waits longer, and no number below is too large to compute with
 LATENCY = "agentspec_latency_ms_per_token"
 """The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from

@@ -49,8 +49,8 @@ class _Result(Generic[T]):
 
 
 class ServerDetector:
-    """Finds out what an upstream is, by the configuration or by asking its `/models`, and which routes it has besides
-    those of chats and completions, by an empty request, which costs it nothing. Safe to use from several event loops.
+    """Finds out what an upstream is, by the configuration or by asking its `/models`, and which routes other than those
+    of chats and completions it has, by an empty request, which costs it nothing. Safe to use from several event loops.
     """
 
     def __init__(self, endpoint: Endpoint, settings: OpenAISettings) -> None:

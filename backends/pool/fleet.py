@@ -110,7 +110,7 @@ class Servers:
         self._complaint = ""
         if not settings.has_several_servers:
             backend = only or OpenAIBackend(settings, name=name)
-            self.members = (PoolMember(name, name, backend, fleet, self._tell_lost),)
+            self.members = (PoolMember(name, name, backend, fleet, self._report_lost),)
         elif settings.base_urls is not None:
             self.members = tuple(self._member(self._named(one), one) for one in listed(settings.base_urls))
 
@@ -144,7 +144,7 @@ class Servers:
         if gone or len(wanted) > len(known):
             logger.info("backends.%s: %d servers, %d left", self.name, len(wanted), len(gone))
         for member in gone:
-            self._tell_lost(member.name)
+            self._report_lost(member.name)
             await member.backend.aclose()  # its running calls go on to their ends
 
     def _named(self, address: Address) -> str:
@@ -157,7 +157,7 @@ class Servers:
             backend.isolate(self._isolation)
         if self._most_tokens is not None:
             backend.limit(self._most_tokens)
-        return PoolMember(name, self.name, backend, self._fleet, self._tell_lost)
+        return PoolMember(name, self.name, backend, self._fleet, self._report_lost)
 
     def isolate(self, isolation: TenantIsolation) -> None:
         self._isolation = isolation
@@ -179,9 +179,9 @@ class Servers:
     async def aclose(self) -> None:
         await asyncio.gather(*(member.backend.aclose() for member in self.members))
 
-    def _tell_lost(self, name: str) -> None:
-        for tell in self.lost:
-            tell(name)
+    def _report_lost(self, name: str) -> None:
+        for report in self.lost:
+            report(name)
 
 
 class PoolWatch:

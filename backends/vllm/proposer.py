@@ -158,17 +158,17 @@ def request_info(new: Any) -> RequestInfo:
     """The fields of a `NewRequestData` that the drafter needs."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
-    told = sampling.extra_args or {}
+    given = sampling.extra_args or {}
     return RequestInfo(
-        labels_in(told),
+        labels_in(given),
         getattr(new, SALT, _UNKNOWN),
         f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
         frozenset(stops),
         sampling.max_tokens,
-        prediction_in(told),
-        seconds_per_token_in(told),
-        switch_in(told, "store"),
-        switch_in(told, "speculation"),
+        prediction_in(given),
+        seconds_per_token_in(given),
+        switch_in(given, "store"),
+        switch_in(given, "speculation"),
         bool(sampling.stop),
     )
 

@@ -1,4 +1,4 @@
-"""Our passages beside a draft model in vLLM's Model Runner V2: each row of a step has the draft that should gain more.
+"""Our passages next to a draft model in vLLM's Model Runner V2: each row of a step has the draft that should gain more.
 
 The speculator that vLLM made for the configured method computes its drafts as ever; rows in which a passage matches
 long enough are overwritten. Both drafters gain tokens in order, so the one whose next token is more often right gains
@@ -91,7 +91,7 @@ class DrafterChoice:
 
 
 class HybridSpeculator(PassageSpeculator):
-    """Stands beside a speculator of vLLM's, the `model`, whose `propose` it calls and takes the place of."""
+    """Stands next to a speculator of vLLM's, the `model`, whose `propose` it calls and takes the place of."""
 
     def __init__(self, model: Any, vllm_config: Any, req_states: Any) -> None:
         """Opens the cache. Raises `ConfigurationError` and `CacheError`s."""

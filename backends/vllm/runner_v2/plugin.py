@@ -40,7 +40,7 @@ REQUIREMENTS = (
 
 HYBRID_SWITCH = f"{ENGINE}_HYBRID"
 BESIDE = "agentspec_beside"
-"""Attribute of vLLM's speculator that holds ours beside it."""
+"""Attribute of vLLM's speculator that holds ours."""
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _MODEL = f"{_SPECULATORS}.speculator"
 _MODEL_SPECULATOR = ("draft_logits", "max_num_reqs", "max_model_len", "num_speculative_steps", "device")
@@ -51,7 +51,7 @@ HYBRID_REQUIREMENTS = (
     Requirement(_MODEL, "BaseSpeculator.propose", _PROPOSE),
     Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker", "draft_logits_spec")),
 )
-"""What our drafts beside a model's call, replace or read inside vLLM."""
+"""What our drafts next to a model's call, replace or read inside vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,12 @@ def take_over() -> None:
 
 
 def wanted_hybrid() -> bool:
-    """Whether the operator wants our drafts beside a model's. Raises as `wanted`."""
+    """Whether the operator wants our drafts next to a model's. Raises as `wanted`."""
     return enabled(HYBRID_SWITCH, default=False)
 
 
 def join_models() -> None:
-    """Let our drafts, in this process, stand beside those of each model speculator that vLLM makes."""
+    """Let our drafts, in this process, stand next to those of each model speculator that vLLM makes."""
     module = import_module(_SPECULATORS)
     original = module.init_speculator
 

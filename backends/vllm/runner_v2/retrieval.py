@@ -22,7 +22,7 @@ class PassageRequest:
     def __init__(self, state: RequestState, text: Tokens, passages: Rows) -> None:
         self.state, self.context, self.passages = state, text[-DEPTH:], passages
         self.drafted = False  # whether a draft came before its newest tokens
-        self.preempted = False  # it ends here and begins anew, with its output so far
+        self.preempted = False  # it ends here and begins again, with its output so far
 
 
 class PassageRetriever(RecordingDrafter):

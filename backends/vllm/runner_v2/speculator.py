@@ -105,7 +105,7 @@ class PassageSpeculator:
                 request.drafted = False
 
     def finish(self, identities: Iterable[str], preempted: Iterable[str] = ()) -> None:
-        """End requests that are over, or `preempted`, which begin anew later, once all their tokens have arrived."""
+        """End requests that are over, or `preempted`, which begin again later, once all their tokens have arrived."""
         for identity in preempted:
             if (request := self._requests.get(identity)) is not None:
                 request.preempted = identity not in identities
