@@ -304,14 +304,17 @@ class ToolCallParser:
         return joined(pieces)
 
     def finish(self) -> list[OutputPiece]:
-        """The pieces left when no more text will come: an unfinished call without a name is passed on as text."""
+        """The pieces left when no more text will come. A first call that has no name yet is passed on as text; a later
+        one was cut off, and its beginning is no answer.
+        """
         called, state = self._called, self._state
         rest = ("" if called else self._unparsed()) + self._held
         self._raw, self._held = [], ""
         closed = state == "closing" and self.format.closing.startswith(rest.strip())
-        over = state == "between" and self.calls > 0 and not rest.strip(self._separators)
-        blank = state == "text" and self.calls > 0 and not rest.strip()
-        return [] if called or closed or over or blank or not rest else [rest]
+        opening, begun = self.format.opening, rest.strip(self._separators)
+        opens = (self._fresh and opening.startswith(begun)) or (state == "between" and begun.startswith(opening))
+        later = self.calls > 0 and (opens or state == "object")
+        return [] if called or closed or later or not rest else [rest]
 
     def _unparsed(self) -> str:
         """The text of what may be no call, without what ended the call before it."""

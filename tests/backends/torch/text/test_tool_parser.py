@@ -61,6 +61,12 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ('<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
         ('<tool_call>{"a": 1]</tool_call>', '<tool_call>{"a": 1]</tool_call>', []),
         ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+        *(
+            ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' + cut, "", [NOW])
+            for cut in ("\n<tool", "\n<tool_call>", '\n<tool_call>\n{"name": "get_w')
+        ),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call> so 1 <', "so 1 <", [NOW]),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call> so <tool_call>\n', "so ", [NOW]),
         (
             "Let me see.\n"
             '<tool_call>\n{"name": "get_weather", "arguments": ' + json.dumps(ROME[1]) + "}\n</tool_call>\n"
@@ -98,6 +104,7 @@ ANSWERS: dict[str, list[tuple[str, str, list[Any]]]] = {
         ("[TOOL_CALLS]now[ARGS]{}", "", [NOW]),
         ("well [TOOL_CALLS]get_weather[ARGS]" + json.dumps(ROME[1]) + "[TOOL_CALLS]now{}", "well ", [ROME, NOW]),
         ("[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+        ("[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_wea", "", [NOW]),
     ],
     "ids": [
         ("[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", "", [NOW]),
