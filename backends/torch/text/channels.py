@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agentspec.backends.torch.text.tool_markup import MarkupFormat, MarkupParser, Pieces
@@ -108,38 +109,45 @@ class HarmonyParser:
 
 @dataclass(slots=True)
 class TemplateParser:
-    """Reads an answer as the checkpoint's `response_template` says, by transformers' parser, each call whole."""
+    """Reads an answer as the checkpoint's `response_template` says, by transformers' parser, each call whole. From a
+    call on that it cannot read, the answer is text.
+    """
 
     parser: Any
     calls: MarkupParser
-    _broken: bool = field(default=False)
+    _unread: str = ""  # what may yet turn out to be no call
+    _broken: bool = False
 
     @property
     def cut(self) -> bool:
         return False
 
     def feed(self, text: str) -> Parts:
-        return self._parts(lambda: self.parser.feed(text), text)
+        thoughts, pieces = list[str](), Pieces()
+        for character in text:  # one at a time, since the parser's error leaves out what it read before
+            self._unread += character
+            self._take(lambda character=character: self.parser.feed(character), thoughts, pieces)  # type: ignore[misc]
+        return "".join(thoughts), pieces
 
     def finish(self) -> Parts:
-        return self._parts(lambda: self.parser.finalize()[1], "")
-
-    def _parts(self, events: Any, text: str) -> Parts:
         thoughts, pieces = list[str](), Pieces()
-        try:
-            read = [] if self._broken else events()
-        except ValueError:  # of a call that is no JSON: the rest is passed on as it is
-            self._broken, read = True, []
-        if self._broken:
-            return "", [text] if text else []
-        for event in read:
-            if event["field"] == "tool_calls" and event["type"] == "region_close":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                for function in (value["function"] for value in values):
-                    given = function["arguments"]
-                    pieces += self.calls.called(
-                        function["name"], json.loads(given) if isinstance(given, str) else given
-                    )
-            elif event["type"] == "region_chunk" and event["field"] != "tool_calls":
-                (pieces if event["field"] == "content" else thoughts).append(event["text"])
+        self._take(lambda: self.parser.finalize()[1], thoughts, pieces)
         return "".join(thoughts), pieces
+
+    def _take(self, read: Callable[[], list[dict[str, Any]]], thoughts: list[str], pieces: Pieces) -> None:
+        try:
+            events = [] if self._broken else read()
+        except ValueError:
+            self._broken, events = True, []
+        if self._broken and self._unread:
+            pieces.append(self._unread)
+            self._unread = ""
+        for event in events:
+            if event["field"] == "tool_calls" and event["type"] == "region_close":
+                self._unread = ""
+                for called in event["value"] if isinstance(event["value"], list) else [event["value"]]:
+                    name, given = called["function"]["name"], called["function"]["arguments"]
+                    pieces += self.calls.called(name, json.loads(given) if isinstance(given, str) else given)
+            elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
+                self._unread = self._unread.partition(event["text"])[2]
+                (pieces if event["field"] == "content" else thoughts).append(event["text"])

@@ -181,6 +181,46 @@ def test_thoughts_and_calls_are_read_off_the_answer(thinking: StructuredOutputBu
         assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {}
 
 
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "((", "close": "))", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"@@(?P<name>\w+)", "close": "@@", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "thoughts", "text", "calls"),
+    [
+        ('((hm))Yes. @@one{"a": 1}@@@@two{"a": "x"}@@', "hm", "Yes. ", [("one", {"a": 1}), ("two", {"a": "x"})]),
+        ('Yes. @@one{"a": 1 @@ so', "", 'Yes. @@one{"a": 1 @@ so', []),
+        ("plain @", "", "plain @", []),
+        ("", "", "", []),
+    ],
+)
+def test_a_format_of_its_own_is_read_by_the_checkpoints_template(
+    tokenizer_of: Any, answer: str, thoughts: str, text: str, calls: Any
+) -> None:
+    tokenizer = tokenizer_of("{{ tools }} in a format of its own")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    builder = StructuredOutputBuilder(TokenizerAdapter(tokenizer), 259, frozenset({END}))
+    for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
+        parser = builder.build(ask(tools=TOOLS), "x<|assistant|>").parser_spec.parser()
+        deltas = [parser.parse(Delta(text=piece)) for piece in pieces] + [parser.parse(Delta(finish_reason="stop"))]
+        found = [call["function"] for delta in deltas for call in delta.extra.get("tool_calls", ())]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls, pieces
+        assert "".join(delta.text for delta in deltas) == text
+        assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == thoughts
+    with pytest.raises(InvalidRequestError, match="not known here"):  # what no grammar can enforce is refused
+        builder.build(ask(tools=TOOLS, tool_choice="required"), "x")
+
+
 def test_bad_words_count_with_and_without_a_blank(forms: StructuredOutputBuilder, byte_tokens: Any) -> None:
     words = forms.build(ask(sampling=SamplingParams(bad_words=("ab", "c"))), "x").bad_words
     assert words == (tuple(byte_tokens.encode("ab")), tuple(byte_tokens.encode("c")))
