@@ -83,7 +83,7 @@ def test_a_wrong_option_is_refused_by_its_name(served: Any, options: dict[str, A
 
 
 @pytest.mark.parametrize("given", [{"api_key": "right"}, {}])
-def test_a_key_is_given_or_in_the_environment(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_given_or_in_the_environment(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "right")
     monkeypatch.setenv("AGENTSPEC_API_KEY", "wrong" if given else "right")
     with run_gateway({"fake": FakeBackend()}, api_keys=(ApiKey(key_env="KEY"),)) as running:
