@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +109,8 @@ class CacheSettings(SettingsModel):
 
     def location(self) -> Path | str | None:
         """`path`, with the password added to an address. Raises `ConfigurationError` if it cannot be read or used."""
+        if isinstance(self.path, Path):
+            self._require_folder(self.path)
         password = self._read_password()
         if password is None or self.path is None:
             return self.path
@@ -117,6 +120,15 @@ class CacheSettings(SettingsModel):
                 "cache.password_file needs a path such as postgresql://user@host/name", param="path"
             )
         return str(self.path).replace(f"{user}@{host}", f"{user}:{quote(password, safe='')}@{host}", 1)
+
+    @staticmethod
+    def _require_folder(path: Path) -> None:
+        """Raise `ConfigurationError` if `path` is no folder and none can be made there."""
+        there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+        if there.is_dir() and (there == path.absolute() or os.access(there, os.W_OK | os.X_OK)):
+            return
+        reason = "cannot be written to" if there.is_dir() else "is a file"
+        raise ConfigurationError(f"cache.path {str(path)!r} must be a folder: {str(there)!r} {reason}", param="path")
 
     def _read_password(self) -> str | None:
         if self.password_file is None:

@@ -121,7 +121,7 @@ class Server:
         """Whether it listens; fails once the process has ended."""
         said = self.log.read_text()
         assert self.popen.poll() is None and "loading failed" not in said, said
-        self.url = "".join(re.findall(r"running on (http://[\w.:]+)", said))
+        self.url = "".join(re.findall(r'"url": "(http://[\w.:]+)/v1"', said))
         return bool(self.url)
 
     def sample(self) -> Sample:

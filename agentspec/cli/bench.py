@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
-from agentspec.cli.common import FAILED, ModelOption, command_group, plural, require_writable
+from agentspec.cli.common import FAILED, ModelOption, command_group, plural, writable
 from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
 from agentspec.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ REPORT_WIDTH = 150  # columns of a table that goes to a file
 R = TypeVar("R", bound="BenchmarkReport")
 T = TypeVar("T")
 app = command_group("Measure speed-ups on this machine.")
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file", callback=writable)]
 TracesOption = Annotated[
     list[Path] | None, typer.Option(help="Recorded calls to force as answers", exists=True, dir_okay=False)
 ]
@@ -49,7 +49,6 @@ def publish(
 
     from agentspec.benchmarks.report import conditions, print_report, write_json
 
-    require_writable(json)
     console = Console(width=REPORT_WIDTH if wide and not sys.stdout.isatty() else None)
     with console.status("starting") as status:
         report = measure(progress=status.update)
@@ -162,7 +161,6 @@ def gateway(
     """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
     from agentspec.benchmarks.gateway.bench import QUICK, GatewayPlan, connections_of, run_gateway
 
-    require_writable(json)
     plan = QUICK if quick else GatewayPlan()
     plan = replace(
         plan,
@@ -178,12 +176,11 @@ def gateway(
 def traces(
     source: Annotated[LogSource, typer.Argument(metavar="SOURCE", help="Which project's logs they are")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz")],
+    out: Annotated[Path, typer.Option(help="The trace file to write, FILE.jsonl.gz", callback=writable)],
 ) -> None:
     """Turn published logs of agents into recorded calls for `agentspec bench cache`."""
     from agentspec.benchmarks.cache.public_logs import convert
 
-    require_writable(out)
     typer.echo(f"{convert(source, files, out)} calls written to {out}")
 
 
@@ -203,7 +200,6 @@ def retrieval(
     from agentspec.benchmarks.retrieval import bench
     from agentspec.benchmarks.retrieval.bases import Bases, read_questions
 
-    require_writable(json)
     if count < MIN_PAIRS:
         raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
     asked = _enough(read_questions(questions, count), questions, MIN_PAIRS)
@@ -316,7 +312,6 @@ def placement(
     from agentspec.benchmarks.placement.simulate import compare, require_room
     from agentspec.benchmarks.placement.workload import shapes
 
-    require_writable(json)
     errors = Console(stderr=True)
     named = [{"policy": one, "order": other} for one in policy.split(",") for other in order.split(",")]
     tried = [Scenario.read(scenario, engines=engines, sessions=sessions, rate=rate, **one) for one in named]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from agentspec.errors import AgentSpecError, ConfigurationError, extra_of, insta
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
 
-FAILED, MISUSED = 1, 2
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 DEFAULT_FILE = Path("agentspec.toml")
 
 ConfigOption = Annotated[
@@ -41,6 +42,10 @@ class ErrorGroup(TyperGroup):
         except AgentSpecError as error:
             typer.echo(f"agentspec: {error}", err=True)
             raise typer.Exit(MISUSED if isinstance(error, ConfigurationError) else FAILED) from None
+        except KeyboardInterrupt:  # a model that loads, in a thread, would hold up the end or abort the process
+            typer.echo("agentspec: interrupted", err=True)
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)
         except ModuleNotFoundError as error:
             if (extra := extra_of(error.name)) is None:
                 raise
@@ -68,8 +73,12 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def require_writable(*paths: Path | None) -> None:
-    """Raise `typer.BadParameter` for a file that cannot be written: better now than after a long measurement."""
-    for path in paths:
-        if path and not os.access(path.absolute().parent, os.W_OK):
-            raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
+def writable(path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write, before the command imports or measures anything. Raises
+    `typer.BadParameter`.
+    """
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: name a file")
+    if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+        raise typer.BadParameter(f"{path.parent} is not a folder that can be written to")
+    return path

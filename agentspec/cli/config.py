@@ -47,9 +47,11 @@ def show(
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Check the configuration, the key files and the variables it names; exit code 2 if something cannot work."""
+    from agentspec.runtime.model_directory import ModelDirectory
     from agentspec.settings.models import unreachable
 
     settings = load(config)
+    ModelDirectory(settings, ())
     _read_secrets(settings)
     notes = [f"no model name leads to backends.{name}: {advice}" for name, advice in unreachable(settings).items()]
     if settings.server.api_keys and not any(key.role == "operator" for key in settings.server.api_keys):

@@ -82,18 +82,19 @@ def _lasting(model: str) -> str:
 @knn.command("build")
 def build_datastore(
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is continued")],
+    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is continued", file_okay=False)],
     model: ModelOption = "smollm2-135m",
 ) -> None:
     """Read a corpus (JSON lines with "text") and store the hidden state before every token: 2 bytes a number."""
     import anyio
 
+    from agentspec.recordings.corpus import read_texts
+
+    texts = [text for file in corpus for text in read_texts(file)]  # before torch is imported
+
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
     from agentspec.reasoning.retrieval.datastore import build as build_store
-    from agentspec.recordings.corpus import read_texts
-
-    texts = [text for file in corpus for text in read_texts(file)]
 
     async def run() -> None:
         try:

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from time import perf_counter
 from weakref import WeakSet
 
 import anyio
@@ -128,7 +129,12 @@ class Loading:
         self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
+        self.seconds: float | None = None  # that loading took, once it is done
         self.when_ready: Callable[[], None] = lambda: None
+
+    @property
+    def models(self) -> list[str]:
+        return self._runtime.models()
 
     @property
     def failure(self) -> Exception | None:
@@ -155,12 +161,14 @@ class Loading:
                 await task
 
     async def _load(self) -> None:
+        started = perf_counter()
+        logger.info("loading", models=self.models)
         try:
             await anyio.to_thread.run_sync(self._runtime.start, abandon_on_cancel=True)
             if self._runtime.fleet is not None:
                 await self._runtime.fleet.begin()
             self.when_ready()
-            logger.info("ready", models=self._runtime.models())
+            self.seconds = perf_counter() - started
         except ShuttingDownError:
             logger.info("stopped while loading")
         except Exception as error:

@@ -59,6 +59,31 @@ class JsonFormatter(logging.Formatter):
         return _encode(line)
 
 
+class SentenceFormatter(logging.Formatter):
+    """Formats any record for a person at a terminal: a sentence where there is one, else the event and its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = cast(object, record.msg)
+        text = _sentence(said) if isinstance(said, LoggedEvent) else _message(record)
+        text = text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        error = record.exc_info[1] if record.exc_info else None
+        return text if error is None else f"{text} ({class_of(error)})"
+
+
+def _sentence(event: LoggedEvent) -> str:
+    known = {name: value for name, value in event.items() if name != "event" and value is not None}
+    if (sentence := _SENTENCES.get(event["event"])) is not None:
+        return sentence.format(**known | {"models": ", ".join(event["models"]) or "any model"})
+    rest = ", ".join(f"{name}={value}" for name, value in known.items())
+    return f"{event['event']}: {rest}" if rest else str(event["event"])
+
+
+_SENTENCES = {
+    "loading": "loading {models}",
+    "ready": "ready after {seconds} s: {url} answers for {models}",
+}
+
+
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
@@ -122,13 +147,14 @@ class BackgroundHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None, *, background: bool = False) -> None:
-    """Write the process's log records from `level` on to `stream` (stderr) as JSON; the HTTP client's from WARNING.
+    """Write the process's log records from `level` on to `stream` (stderr), as JSON or to a terminal as sentences; the
+    HTTP client's from WARNING.
 
     `background`: write from a thread, as a server does that must not wait for its log.
     """
     given = stream or sys.stderr
     handler = BackgroundHandler(given) if background else logging.StreamHandler(given)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(SentenceFormatter() if given.isatty() else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -37,6 +37,7 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(self, app: GatewayMiddleware, settings: Settings) -> None:
         self._app, self._settings = app, settings.server
+        self._announced = False
         super().__init__(
             uvicorn.Config(
                 app,
@@ -50,6 +51,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
+                log_level=logging.WARNING,  # "running" is said when a request can be answered
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=self._settings.drain_timeout + END_SECONDS,  # type: ignore[arg-type]
             )
@@ -67,8 +69,14 @@ class GatewayServer(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self._app.loading.failure is not None:
+        loading = self._app.loading
+        if loading.failure is not None:
             self.drain()
+        elif loading.seconds is not None and not self._announced:
+            self._announced = True
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            logs.logger.info("ready", url=url, seconds=round(loading.seconds, 1), models=loading.models)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:

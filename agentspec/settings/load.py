@@ -175,11 +175,14 @@ def load_settings(
 def read_file(path: Path) -> dict[str, Any]:
     """The tables of the file. Raises `ConfigurationError` if it cannot be read or is not TOML."""
     try:
-        with path.expanduser().open("rb") as file:
-            return tomllib.load(file)
+        data = path.expanduser().read_bytes()
+        return tomllib.loads(data.decode("utf-8-sig"))  # editors on Windows write a byte order mark
     except OSError as error:
         raise ConfigurationError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{path}: line {line} is not UTF-8: save the file as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigurationError(f"{path}: not valid TOML: nested too deeply") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,8 @@ from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
 if TYPE_CHECKING:
     from agentspec.backends.torch.engine.prefill import NextTurns
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 1024  # of an answer to a request that names none
 LONG_PROMPT = 1 << 16  # characters
@@ -93,8 +96,9 @@ class TorchBackend(ModelTokens):
             max_draft_tokens=settings.max_draft_tokens,
             drafters=DrafterFactory(draft_model=small),
         )
-        if settings.max_draft_tokens and (samples := measure_costs(loaded.target)):
-            context.governor.cost.calibrate(samples, measure_batches(loaded.target))
+        if settings.max_draft_tokens:
+            logger.info("measuring how long forwards of %s take", loaded.name)
+            context.governor.cost.calibrate(measure_costs(loaded.target), measure_batches(loaded.target))
         self._engine = Engine(context, settings, self._open_session, keeps_prefixes=keeps_prefixes)
         self._end_listening = self._cache.on_forget(self._forget)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)

@@ -59,13 +59,19 @@ class TokenDivergence:
 
 @dataclass(slots=True)
 class ExactnessReport:
-    """The tokens of each way of answering, question by question, and where they diverge from those without drafts."""
+    """The tokens of each way of answering, question by question (None: not answered yet), and where they diverge from
+    those without drafts.
+    """
 
-    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    answers: dict[str, list[list[int] | None]] = field(default_factory=dict)
     divergences: list[TokenDivergence] = field(default_factory=list)
 
     def identical(self, way: str) -> int:
-        return sum(one == other for one, other in zip(self.answers[way], self.answers[OFF], strict=True))
+        pairs = zip(self.answers[way], self.answers[OFF], strict=True)
+        return sum(one == other for one, other in pairs if one is not None)
+
+    def answered(self, way: str) -> int:
+        return sum(one is not None for one in self.answers[way])
 
     @property
     def exact(self) -> bool:
@@ -73,32 +79,33 @@ class ExactnessReport:
 
 
 async def check_exactness(
-    backend: TorchBackend, questions: Sequence[ExactnessCase], progress: Progress
+    backend: TorchBackend, questions: Sequence[ExactnessCase], progress: Progress, found: ExactnessReport | None = None
 ) -> ExactnessReport:
     """Answer every question in four ways and compare the answers. The backend needs a token cache, and no other
-    requests may use the backend at that time.
+    requests may use the backend at that time. Who cancels it has what was found until then in `found`.
 
     Answers are exact, as docs/engines.md defines it, if they are equal up to a near-tie. Raises as the backend does.
     """
-    found = ExactnessReport()
+    found = found or ExactnessReport()
     for way in (OFF, COLD, WARM, TOGETHER):
         gate = asyncio.Semaphore(SIDE_BY_SIDE if way == TOGETHER else 1)
-        progress(f"{way}: {len(questions)} answers")
-        found.answers[way] = await asyncio.gather(
-            *(_answer(backend, way, number, question, gate) for number, question in enumerate(questions))
-        )
-    for way in (COLD, WARM, TOGETHER):
+        answers = found.answers[way] = [None] * len(questions)
+
+        async def answer(number: int, way: str = way, gate: asyncio.Semaphore = gate) -> None:
+            async with gate:
+                progress(f"{way}: answer {found.answered(way) + 1} of {len(questions)}")
+                found.answers[way][number] = await _answer(backend, way, number, questions[number])
+
+        await asyncio.gather(*map(answer, range(len(questions))))
         for number, question in enumerate(questions):
-            off, on = found.answers[OFF][number], found.answers[way][number]
-            if on != off:
+            off, on = found.answers[OFF][number], answers[number]
+            if off is not None and on is not None and on != off:
                 progress(f"{way}: looking into answer {number + 1}")
                 found.divergences.append(first_divergence(backend.target, question, way, number, off, on))
     return found
 
 
-async def _answer(
-    backend: TorchBackend, way: str, number: int, question: ExactnessCase, gate: asyncio.Semaphore
-) -> list[int]:
+async def _answer(backend: TorchBackend, way: str, number: int, question: ExactnessCase) -> list[int]:
     """Answer one question. Its cold and warm answers share a tenant of their own; without drafts nothing is stored."""
     request = GenerateRequest(
         model=backend.model_name,
@@ -109,8 +116,7 @@ async def _answer(
         speculation=way != OFF,
         store=way != OFF,
     )
-    async with gate:
-        return [token async for delta in backend.generate(request) for token in delta.token_ids]
+    return [token async for delta in backend.generate(request) for token in delta.token_ids]
 
 
 def first_divergence(

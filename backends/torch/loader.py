@@ -82,9 +82,11 @@ def _load(settings: TorchSettings, model: str) -> LoadedModel:
     files = resolve(model)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    logger.info("reading %s, %s on %s", files.name, str(dtype).removeprefix("torch."), device)
     tokenizer = read_tokenizer(files.folder)
     module = read_weights(files.folder, files.name, dtype)
     try:
+        logger.info("checking that %s computes the same with drafts", files.name)
         loaded = prepare(module.to(device), tokenizer, name=files.name, fingerprint=files.fingerprint)
         record_graphs(loaded.target)
     except Exception as error:
@@ -282,13 +284,18 @@ def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple
 
 
 @torch.inference_mode()
-def measure_batches(target: TargetModel) -> list[tuple[int, float]]:
-    """Time forwards of one token for each of several sequences; returns (sequences, seconds) samples."""
+def measure_batches(target: TargetModel, limit_seconds: float = 1.0) -> list[tuple[int, float]]:
+    """As `measure_costs`, for one token of each of several sequences; returns (sequences, seconds) samples."""
     if not target.batched:
         return []
+    started, samples = perf_counter(), list[tuple[int, float]]()
     items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
     target.forward_batch(items)
-    return [(count, _timed(target, items[:count])) for count in SEQUENCES for _ in range(PASSES)]
+    for count in SEQUENCES * PASSES:
+        if perf_counter() - started > limit_seconds:
+            break
+        samples.append((count, _timed(target, items[:count])))
+    return samples
 
 
 def _timed(target: TargetModel, items: Sequence[BatchItem]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,25 @@ def test_verify_reads_recorded_calls(program, tiny_model: Path, tmp_path: Path) 
     assert {way: len(answers) for way, answers in record["answers"].items()} == {
         "off": 2, "on, cold": 2, "on, warm": 2, "on, side by side": 2
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("verify", "--calls", "empty"), "empty"),
+        (("verify", "--calls", "."), "is a directory"),
+        (("bench", "decode", "--json", "absent/x.json"), "absent is not a folder that can be written to"),
+        (("bench", "agent", "--json", "."), "is a folder: name a file"),
+        (("knn", "build", "empty", "--out", "empty"), "is a file"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_found_before_torch_is_imported(
+    program, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)  # importing it would fail
+    Path("empty").write_text("")
+    result = program(*arguments)
+    assert result.exit_code in (1, 2) and said in " ".join(result.output.replace("│", "").split())
 
 
 def test_a_difference_is_shown_and_fails(program, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ def test_the_file_is_the_one_named_or_the_variables_or_the_one_here(program, tmp
 
 def test_check_finds_nothing_wrong(program):
     assert program("config", "check").output == "ok: no configuration file; environment and defaults\n"
-    Path("agentspec.toml").write_text(UPSTREAM)
-    assert program("config", "check").output == "ok: agentspec.toml\n"
+    for encoding in ("utf-8", "utf-8-sig"):  # the second as editors on Windows write it
+        Path("agentspec.toml").write_text(UPSTREAM, encoding=encoding)
+        assert program("config", "check").output == "ok: agentspec.toml\n"
 
 
 def test_check_reports_what_cannot_work(program):
@@ -43,8 +44,14 @@ def test_check_reports_what_cannot_work(program):
         ('[[server.api_keys]]\nkey_env = "ABSENT"\n', "'ABSENT'"),
         (UPSTREAM + 'api_key_file = "absent"\n', "cannot read the key file 'absent'"),
         (UPSTREAM + 'api_key_file = "agentspec.toml"\n', "must be a single line"),
+        ('[model_aliases]\n"gpt-5" = "qwen"\n', "names no model; configured: 'smollm2-135m'"),
+        ('[model_aliases]\n"smollm2-135m" = "x"\n', "is the name of a model already"),
+        ('[cache]\npath = "agentspec.toml"\n', "agentspec.toml' is a file"),
+        ('[cache]\npath = "agentspec.toml/below"\n', "agentspec.toml' is a file"),
+        ("# café\n\n[server]\n# é\n", "line 1 is not UTF-8: save the file as UTF-8"),
+        ('\n\n[cache]\npath = "Müller"\n', "line 4 is not UTF-8"),
     ]:
-        Path("agentspec.toml").write_text(text)
+        Path("agentspec.toml").write_bytes(text.encode("latin-1"))
         result = program("config", "check")
         assert result.exit_code == 2
         assert message in result.stderr

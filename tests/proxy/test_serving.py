@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -37,13 +39,38 @@ def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         try:
-            next(line for line in process.stderr if "running on" in line)
+            next(line for line in process.stderr if '"event": "loading"' in line)
             process.send_signal(sent)
             log = process.stderr.read()
             assert process.wait(60) == 0
         finally:
             process.kill()
     assert json.loads(log.splitlines()[-1])["event"] != "loading failed" and "stopped while loading" in log
+
+
+def test_a_terminal_gets_sentences_and_the_url_once_it_answers() -> None:
+    ours, theirs = os.openpty()
+    command = [
+        Path(sys.executable).with_name("agentspec"),
+        "serve",
+        "--upstream",
+        "http://127.0.0.1:9/v1",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=theirs) as process:
+        os.close(theirs)
+        try:
+            text = ""
+            while (ready := re.search(r"ready after [\d.]+ s: (\S+) answers for any model\r\n", text)) is None:
+                text += os.read(ours, 4096).decode()
+            assert httpx.get(f"{ready[1].removesuffix('/v1')}/ready").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+    assert text.startswith("loading any model") and "{" not in text and "running" not in text
 
 
 @pytest.fixture

@@ -356,7 +356,7 @@ def process(words: int, drain: float) -> Iterator[Any]:
                 limit = time.monotonic() + 100
                 while '"event": "ready"' not in said.output() and time.monotonic() < limit:
                     time.sleep(0.02)
-                [said.url] = re.findall(r"running on (\S+)", said.output())
+                [said.url] = re.findall(r'"url": "(http://[^"]+)/v1"', said.output())
                 yield running
             finally:
                 running.kill()
