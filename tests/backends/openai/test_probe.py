@@ -88,15 +88,6 @@ async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None
     assert report == ProbeReport(reachable=True, models=("one", "two"), answers=True, **{field: True})
 
 
-@pytest.mark.parametrize(("model", "asked"), [(None, "one"), ("chosen", "chosen")])
-async def test_requests_are_one_token_and_capabilities_follow(model: str | None, asked: str) -> None:
-    upstream = Upstream("ids", "continue", "usage", "logprobs")
-    probed = backend(upstream, model)
-    await probed.probe()
-    assert {(body["max_tokens"], body["model"]) for body in upstream.bodies} == {(1, asked)}
-    assert probed.capabilities.token_ids and probed.capabilities.continue_final
-
-
 async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
     probed = backend(Upstream("ids", "tokenizer"))
     assert tokenization_of(probed) is None

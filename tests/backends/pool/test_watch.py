@@ -73,20 +73,6 @@ async def test_calls_go_where_fewer_run_and_own_calls_are_not_counted_twice() ->
     await ended(pool)
 
 
-async def test_metrics_that_hang_are_not_asked_for_twice_at_once() -> None:
-    async def hanging() -> httpx.Response:
-        await asyncio.sleep(1000)
-        return httpx.Response(200)
-
-    one = Server("a", paths={"/metrics": hanging})
-    pool = make(one, kind="vllm", probe=True)
-    await pool.begin()
-    await asyncio.sleep(30)
-    assert 10 <= len(one.times("/metrics")) <= 15  # each takes its two seconds
-    assert pool.states() == ["ready"] and pool.members["a"].running is None
-    await ended(pool)
-
-
 async def test_hosted_apis_are_left_alone() -> None:
     one = Server("a")
     pool = make(one, kind="vllm", probe=False)

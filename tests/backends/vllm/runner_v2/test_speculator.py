@@ -114,16 +114,6 @@ def test_a_failing_step_costs_no_tokens_of_the_output(
     assert recorded(cache) == [ANSWER]
 
 
-@pytest.mark.parametrize(
-    ("limits", "kept"), [({}, [ANSWER]), ({"max_tokens": None}, []), ({"max_tokens": None, "stop": ["!"]}, [ANSWER])]
-)
-def test_an_output_is_kept_as_it_ended(
-    runner: Runner, late: Late, cache: SuffixCache, limits: dict[str, Any], kept: list[list[int]]
-) -> None:
-    learn(runner, late, **limits)
-    assert recorded(cache) == kept
-
-
 def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     learn(runner, late, salt="pepper")
     assert learn(runner, late) == len(ANSWER)
