@@ -1,9 +1,8 @@
-"""What is stored besides sequences: an answer of the Responses API, and what a turn of an agent taught."""
+"""An answer of the Responses API as it is stored, and the bounds of all of them."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 from agentspec.errors import CacheFormatError
 
 MOST_UNPACKED = 64 << 20  # bytes of an answer
-LARGEST_TURN = 64 << 10  # bytes of what a turn taught
 
 _RESPONSES_AGE = 30 * 86400.0  # seconds
 
@@ -68,22 +66,6 @@ class StoredResponse:
     def since(self) -> float:
         """From when on a deletion concerns it though it was not stored yet."""
         return self.created_at if self.begun is None else min(self.begun, self.created_at)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTurn:
-    """What one turn of an agent taught, as text; `created_at` is in seconds since 1970."""
-
-    id: str
-    tenant: str
-    agent: str
-    session: str
-    created_at: float
-    body: str
-
-
-def new_turn(tenant: str, agent: str, session: str, body: str) -> StoredTurn:
-    return StoredTurn(secrets.token_hex(12), tenant, agent, session, time.time(), body)
 
 
 def packed(stored: StoredResponse) -> bytes | None:

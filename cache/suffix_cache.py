@@ -29,7 +29,7 @@ from agentspec.errors import (
 from agentspec.types import DEFAULT_TENANT, Namespace
 
 if TYPE_CHECKING:
-    from agentspec.cache.side_stores import ResponseStore, State, ToolTurnStore
+    from agentspec.cache.response_store import ResponseStore, State
     from agentspec.cache.storage.sequence_store import SequenceStore
     from agentspec.cache.sync import StoreSync
 
@@ -66,7 +66,7 @@ class SuffixCache:
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
-        self._state_settings = answers, retention, content_filter
+        self._state_settings = answers, content_filter
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -150,15 +150,11 @@ class SuffixCache:
     def responses(self) -> ResponseStore:
         return self._opened_state().responses
 
-    @property
-    def tool_turns(self) -> ToolTurnStore:
-        return self._opened_state().tool_turns
-
     def _opened_state(self) -> State:
         """In a cache in memory it is opened, and looked after, from its first use on."""
         if self._state:
             return self._state
-        from agentspec.cache.side_stores import State
+        from agentspec.cache.response_store import State
 
         self._pool.require_open()
         with self._opening_state:
@@ -242,7 +238,6 @@ class SuffixCache:
         self._pool.require_open()
         if self._sync:
             self._sync.flush()
-            self.tool_turns.flush()
         elif self._store_error:
             raise CacheError(f"the cache is in memory only: {self._store_error}")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import chain
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
-from agentspec.errors import CacheFormatError
 from agentspec.speculation.governor import Calibration
 from agentspec.tools.history import Selector, ToolCall, ToolHistory, canonical, usable
 
@@ -40,7 +35,6 @@ TURN = ""  # in place of a tool's name: the time of a model's turn
 _MOST_OPEN = 64  # predictions of a session whose calls may still come
 ANSWER = ""  # in place of a tool's name where the model made no call
 FIRST, REPEATED = range(2)  # kinds of predictions, calibrated apart
-_VERSION = 3
 
 
 class ArgumentRule(NamedTuple):
@@ -54,14 +48,6 @@ class ArgumentRule(NamedTuple):
     selector: Selector
     fresh: bool
     rank: int
-
-
-class PredictionScore(NamedTuple):
-    """A predicted call: its probability before calibration, the kind of prediction, and whether the call came."""
-
-    probability: float
-    kind: int
-    hit: bool
 
 
 class Outlook(NamedTuple):
@@ -83,46 +69,6 @@ class LaterScore(NamedTuple):
 
     outlook: Outlook
     hit: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TurnObservation:
-    """One turn: the events before it, the calls made in it, and which rules would have filled their arguments.
-
-    `promise` has for each tool how good its best arguments looked (0 to 3, and -1 less that where it was not
-    called), `forms` the names of arguments of each call, `sources` where the value of an argument was found, `scores`
-    the predictions that were made, `seconds` how long the tools and turns since the last observation took, and `later`
-    what became of predictions for later turns.
-    """
-
-    after: tuple[str, ...]
-    first: str
-    promise: tuple[tuple[str, int], ...]
-    forms: tuple[tuple[str, tuple[str, ...]], ...]
-    rules: tuple[tuple[ArgumentRule, bool], ...]
-    sources: tuple[tuple[str, str, Selector], ...]
-    scores: tuple[PredictionScore, ...]
-    seconds: tuple[tuple[str, float], ...] = ()
-    later: tuple[LaterScore, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> TurnObservation:
-        """What `to_json` wrote. Raises `CacheFormatError` for anything else."""
-        try:
-            value = json.loads(text)
-            if value["version"] != _VERSION:
-                raise ValueError
-            return _reader().validate_python(value)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise CacheFormatError("what was learned from a turn cannot be read") from None
-
-
-@cache
-def _reader() -> TypeAdapter[TurnObservation]:
-    return TypeAdapter(TurnObservation)
 
 
 class OpenForecast(NamedTuple):
@@ -223,52 +169,41 @@ class CallModel:
         later = sorted(predictions[MOST_PREDICTIONS:], key=lambda one: -one.later)[:MOST_LATER]
         return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()))
 
-    def observe(
+    def learn(
         self,
         history: ToolHistory,
         calls: Sequence[ToolCall],
         forecast: CallForecast,
         tools: Collection[str],
+        session: str,
         seconds: Sequence[tuple[str, float]] = (),
         later: Sequence[LaterScore] = (),
-    ) -> TurnObservation:
-        """What a turn that made `calls` teaches. Of tools outside `tools` only the names count."""
-        made = {call.identity for call in calls}
-        names = {call.name for call in calls}
-        learned = [call for call in calls if call.name in tools]
-        rules = ((rule, value == want) for call in learned for rule, value, want in self._tried(history, call))
-        predictions = forecast.predictions
-        return TurnObservation(
-            after=history.events_before,
-            first=calls[0].name if calls else ANSWER,
-            promise=tuple((tool, level if tool in names else -1 - level) for tool, level in forecast.promise),
-            forms=tuple((call.name, tuple(sorted(call.arguments))) for call in learned),
-            rules=tuple(rule for rule, _ in zip(rules, range(_MOST_RULES), strict=False)),
-            sources=tuple(chain.from_iterable(_sources(history, call) for call in learned)),
-            scores=tuple(PredictionScore(one.estimate, one.kind, one.call.identity in made) for one in predictions),
-            seconds=tuple(seconds),
-            later=tuple(later),
-        )
+    ) -> None:
+        """Learn a turn of `session` that made `calls`. Of tools outside `tools` only the names count.
 
-    def learn(self, observation: TurnObservation, session: str) -> None:
-        """Count an observation of that session."""
-        self._names.add(observation.after, observation.first)
-        for tool, level in observation.promise:
-            self._promise.add((tool, max(level, -1 - level)), level >= 0)
-            self._promise.add(tool, level >= 0)
-        for tool, form in observation.forms:
-            forms = self._forms.setdefault(tool, {})
+        `seconds` are those that tools and turns took since the last one, `later` what became of earlier predictions.
+        """
+        names, made = {call.name for call in calls}, {call.identity for call in calls}
+        learned = [call for call in calls if call.name in tools]
+        tried = [rule for call in learned for rule in self._tried(history, call)]  # before anything is counted
+        self._names.add(history.events_before, calls[0].name if calls else ANSWER)
+        for tool, level in forecast.promise:
+            self._promise.add((tool, level), tool in names)
+            self._promise.add(tool, tool in names)
+        for call in learned:
+            forms, form = self._forms.setdefault(call.name, {}), tuple(sorted(call.arguments))
             forms[form] = forms.get(form, 0) + 1
-        for rule, hit in observation.rules:
+        for rule, hit in islice(tried, _MOST_RULES):
             self._rules.add(rule, hit)
-        for source in observation.sources:
-            self._add_source(*source, session)
-        for score in observation.scores:
-            self._calibration.observe([score.probability], [score.kind], [score.hit])
-        for one in observation.later:
-            self._later.add(one.outlook, one.hit)
+        for call in learned:
+            for source in _sources(history, call):
+                self._add_source(*source, session)
+        for one in forecast.predictions:
+            self._calibration.observe([one.estimate], [one.kind], [one.call.identity in made])
+        for score in later:
+            self._later.add(score.outlook, score.hit)
         self._calibration.fade()
-        for tool, taken in observation.seconds:
+        for tool, taken in seconds:
             known = self.seconds.get(tool, taken)
             self.seconds[tool] = known + _NEWEST * (taken - known)
 
@@ -336,12 +271,12 @@ class CallModel:
                 for rank, (key, value) in enumerate(values[:_RANKS]):
                     yield ArgumentRule(tool, argument, selector, fresh, rank), key, value
 
-    def _tried(self, history: ToolHistory, call: ToolCall) -> Iterator[tuple[ArgumentRule, str, str]]:
-        """(rule, its value, the value of the call), canonical, of every rule that applied to a call's arguments."""
+    def _tried(self, history: ToolHistory, call: ToolCall) -> Iterator[tuple[ArgumentRule, bool]]:
+        """Every rule that applied to a call's arguments, and whether its value was the call's."""
         for argument, value in call.arguments.items():
             want = canonical(value)
             for rule, key, _ in self._applicable(history, call.name, argument):
-                yield rule, key, want
+                yield rule, key == want
 
 
 def _sources(history: ToolHistory, call: ToolCall) -> Iterator[tuple[str, str, Selector]]:

@@ -92,8 +92,6 @@ class ToolSession:
 
     def begin_turn(self, invoke: Invoke) -> list[ToolCall]:
         """Predict the calls of the model's next turn, and start in threads those that pay; returns what was started."""
-        with contained("reading what was learned"):
-            self._speculator.learned.refresh(self.caller)
         return self._begin(lambda _: (invoke, False))
 
     async def abegin_turn(
@@ -103,8 +101,6 @@ class ToolSession:
 
         A thread whose result is dropped runs on, and counts as running until its end.
         """
-        with contained("reading what was learned"):
-            await asyncio.to_thread(self._speculator.learned.refresh, self.caller)
 
         def way(call: ToolCall) -> tuple[Invoke, bool]:
             blocking = in_thread(call)

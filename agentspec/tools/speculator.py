@@ -4,57 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING
 
-from agentspec.cache.stored import StoredTurn, new_turn
-from agentspec.errors import CacheError
 from agentspec.tools.history import ToolCall, ToolHistory
-from agentspec.tools.model import (
-    AT_ONCE,
-    CallForecast,
-    CallModel,
-    CallPrediction,
-    LaterScore,
-    TurnObservation,
-    worthwhile,
-)
+from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, LaterScore, worthwhile
 from agentspec.tools.policy import AgentCaller, ToolPolicy
 from agentspec.tools.session import ToolSession
 from agentspec.tools.speculative_call import ToolEvent, contained
-
-if TYPE_CHECKING:
-    from agentspec.cache import SuffixCache
-    from agentspec.cache.side_stores import State, ToolTurnStore
 
 _log = logging.getLogger("agentspec.tools")
 
 _MOST_SESSIONS = 1024
 _MOST_AGENTS = 64  # in memory
-_REFRESH = 1.0  # seconds
 
 
 class ToolSpeculator:
     """Predicts tool calls, starts those that may run early and pay, and hands over what the model then calls.
 
-    `policy` says which tools may run early, by default none. What is learned is stored in the database of `cache`, and
-    in memory without one. `on_event` is called for every start and its end.
+    `policy` says which tools may run early, by default none. What is learned stays in memory. `on_event` is called for
+    every start and its end.
     """
 
     def __init__(
         self,
         policy: ToolPolicy | None = None,
         *,
-        cache: SuffixCache | None = None,
         on_event: Callable[[ToolEvent], object] = lambda _: None,
     ) -> None:
         self.policy = policy or ToolPolicy()
         self.free = threading.Semaphore(AT_ONCE)  # starts that may run besides those that do
         self._on_event = on_event
-        self.learned = LearnedCalls((cache or _in_memory()).tool_turns)
+        self.learned = LearnedCalls()
         self._lock = threading.Lock()
         self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
 
@@ -76,6 +58,10 @@ class ToolSpeculator:
             one.drop_old()
         return session
 
+    def forget(self, tenant: str) -> None:
+        """Drop what the agents of a tenant taught."""
+        self.learned.forget(tenant)
+
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
@@ -90,46 +76,25 @@ class ToolSpeculator:
             self._on_event(event)
 
 
-def _in_memory() -> State:
-    from agentspec.cache.side_stores import State
-    from agentspec.cache.stored import StoreLimits
-
-    return State(None, StoreLimits())
-
-
 class _Agent:
-    """One agent's model, and the ids of the stored turns that it was made of."""
+    """One agent's model."""
 
     def __init__(self) -> None:
         self.model = CallModel()
-        self.ids: set[str] = set()
-        self.generation = -1
-        self.refresh_at = 0.0
-        self.reading = threading.Lock()  # one thread at a time reads what is stored
         self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
 
 
 class LearnedCalls:
     """The models of all agents. Thread-safe. Tenants share nothing."""
 
-    def __init__(self, store: ToolTurnStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._agents: OrderedDict[tuple[str, str], _Agent] = OrderedDict()
 
-    def refresh(self, caller: AgentCaller) -> None:
-        """Take in what other processes learned, and drop what was forgotten. Blocks while the database is read."""
+    def forget(self, tenant: str) -> None:
         with self._lock:
-            agent = self._agent(caller)
-        with agent.reading:  # not the other lock, for which event loops wait
-            generation = self._store.generation
-            if generation == agent.generation and time.monotonic() < agent.refresh_at:
-                return
-            try:
-                self._follow(agent, caller)
-            except CacheError as error:
-                _log.warning("what was learned about tools cannot be read: %s", error)
-            agent.generation, agent.refresh_at = generation, time.monotonic() + _REFRESH
+            for key in [key for key in self._agents if key[0] == tenant]:
+                del self._agents[key]
 
     def forecast(
         self, caller: AgentCaller, history: ToolHistory, tools: Collection[str]
@@ -155,15 +120,11 @@ class LearnedCalls:
         tools: Collection[str],
         later: Sequence[LaterScore] = (),
     ) -> None:
-        """Learn a turn, and store it."""
+        """Learn a turn."""
         with self._lock:
             agent = self._agent(caller)
             seconds, agent.seconds = agent.seconds, []
-            observation = agent.model.observe(history, calls, forecast, tools, seconds, later)
-            turn = new_turn(caller.tenant, caller.agent, caller.session, observation.to_json())
-            if self._store.put(turn):
-                agent.model.learn(observation, caller.session)
-                agent.ids.add(turn.id)
+            agent.model.learn(history, calls, forecast, tools, caller.session, seconds, later)
 
     def _agent(self, caller: AgentCaller) -> _Agent:
         key = caller.tenant, caller.agent
@@ -172,26 +133,3 @@ class LearnedCalls:
         while len(self._agents) > _MOST_AGENTS:
             self._agents.popitem(last=False)
         return agent
-
-    def _follow(self, agent: _Agent, caller: AgentCaller) -> None:
-        with self._lock:
-            learned = set(agent.ids)
-        stored = self._store.ids(caller.tenant, caller.agent)
-        if learned.difference(stored):  # some were forgotten
-            with self._lock:
-                agent.model, agent.ids, learned = CallModel(), set(), set()
-        fresh = [id for id in stored if id not in learned]
-        for turn in self._store.read(caller.tenant, caller.agent, fresh) if fresh else ():
-            with self._lock:  # for one turn at a time: event loops wait for it
-                if turn.id not in agent.ids:
-                    agent.ids.add(turn.id)
-                    _learn(agent.model, turn)
-        with self._lock:
-            agent.ids.update(fresh)
-
-
-def _learn(model: CallModel, turn: StoredTurn) -> None:
-    try:
-        model.learn(TurnObservation.from_json(turn.body), turn.session)
-    except Exception as error:  # whatever a damaged turn holds
-        _log.warning("what was learned from a turn is left out: %s", error)

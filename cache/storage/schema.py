@@ -1,4 +1,4 @@
-"""The tables of a cache's databases: the sequences, and what is stored besides."""
+"""The tables of a cache's databases: the sequences, and stored answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 9  # a change of the tables takes another: there are no migrations
+VERSION = 10  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -104,19 +104,6 @@ responses = sa.Table(
     sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
 )
 
-tool_turns = sa.Table(
-    "tool_turns",
-    metadata,
-    sa.Column("id", sa.String(24), primary_key=True),
-    sa.Column("tenant", Name, nullable=False),
-    sa.Column("agent", Name, nullable=False),
-    sa.Column("session", Name, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
-    sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
-    sa.Column("body", Bytes, nullable=False),
-    sa.Index("ix_tool_turns_agent", "tenant", "agent", "created_at", "size"),
-)
-
 
 def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
     """The planner's statistics of PostgreSQL would keep deleted names and texts."""
@@ -127,7 +114,6 @@ def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
 
 _keep_no_statistics(sequences, "tenant", "session", "tokens")
 _keep_no_statistics(responses, "tenant", "session", "body")
-_keep_no_statistics(tool_turns, "tenant", "agent", "session", "body")
 # PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))

@@ -148,7 +148,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
         {"api": "responses", "backend": "scripted", "store": False},
     ),
     "response read by anyone": (
-        "agentspec.cache.side_stores:ResponseStore._mine",
+        "agentspec.cache.response_store:ResponseStore._mine",
         "responses.c.tenant == tenant",
         "responses.c.tenant != ''",
         {"api": "responses", "keyed": True},

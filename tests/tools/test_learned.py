@@ -1,22 +1,15 @@
-"""What was learned outlives a restart, belongs to one tenant's agent, and is gone when it is forgotten."""
+"""What was learned belongs to one tenant's agent, and is gone when it is forgotten."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentspec.cache import SuffixCache
-from agentspec.cache.stored import new_turn
 from agentspec.tools import AgentCaller, ToolCall, ToolPolicy, ToolSession, ToolSpec, ToolSpeculator
 
 pytestmark = pytest.mark.usefixtures("likely_starts_pay")
-BROKEN: dict[str, Any] = {
-    "after": [[]], "first": {}, "promise": [["user", "x"]], "forms": [], "rules": [], "sources": [], "scores": [],
-    "seconds": [],
-}  # fmt: skip
 TOOLS = [ToolSpec("user"), ToolSpec("order"), ToolSpec("buy")]
 POLICY = ToolPolicy(["user", "order"])
 
@@ -47,43 +40,12 @@ def tried(speculator: ToolSpeculator, **caller: Any) -> bool:
     return '["user",{"id":"ann_777"}]' in converse(speculator.session(AgentCaller(session="new", **caller)), 777)
 
 
-def test_a_restart_keeps_what_was_learned_until_it_is_forgotten(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache:
-        teach(ToolSpeculator(POLICY, cache=cache))
-        with SuffixCache.open(tmp_path) as other:  # of another process
-            cache.flush()
-            assert tried(ToolSpeculator(POLICY, cache=other))
-    with SuffixCache.open(tmp_path) as cache:
-        assert tried(ToolSpeculator(POLICY, cache=cache))
-        cache.forget(tenant="default")
-        assert not tried(ToolSpeculator(POLICY, cache=cache))
-
-
-def test_tenants_and_agents_share_nothing_and_a_session_without_store_teaches_nothing() -> None:
+def test_tenants_and_agents_share_nothing_and_forgotten_and_unstored_sessions_teach_nothing() -> None:
     speculator = ToolSpeculator(POLICY)
     teach(speculator, tenant="a", agent="x")
     assert not tried(speculator, tenant="b", agent="x") and not tried(speculator, tenant="a", agent="y")
     assert tried(speculator, tenant="a", agent="x")
     teach(speculator, tenant="c", store=False)
     assert not tried(speculator, tenant="c")
-
-
-def test_a_turn_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with SuffixCache.open() as cache:
-        teach(ToolSpeculator(POLICY, cache=cache))
-        for body in (
-            "no JSON",
-            "[]",
-            '{"version": 1}',
-            '{"version": 3, "after": 3}',
-            json.dumps({"version": 3, **BROKEN}),
-        ):
-            cache.tool_turns.put(new_turn("default", "agent", "s", body))
-        assert tried(ToolSpeculator(POLICY, cache=cache))
-    assert len([one for one in caplog.records if "is left out" in one.message]) == 5
-
-
-def test_an_agent_of_which_no_tool_may_run_early_teaches_nothing() -> None:
-    with SuffixCache.open() as cache:
-        teach(ToolSpeculator(cache=cache))
-        assert cache.tool_turns.ids("default", "agent") == []
+    speculator.forget("a")
+    assert not tried(speculator, tenant="a", agent="x")

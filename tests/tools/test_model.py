@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.tools.history import ToolCall, ToolHistory, canonical
-from agentspec.tools.model import CallModel, OpenForecasts, TurnObservation
+from agentspec.tools.model import CallModel, OpenForecasts
 
 TOOLS = {"user", "orders", "order"}
 
@@ -29,8 +29,7 @@ def session(model: CallModel, number: int, words: str = "I am {id}, hello") -> l
         top = forecast.predictions[:1]
         best.append((top[0].call.identity, top[0].probability) if top else ("", 0.0))
         calls = [call] if call else []
-        observation = TurnObservation.from_json(model.observe(history, calls, forecast, TOOLS).to_json())
-        model.learn(observation, str(number))
+        model.learn(history, calls, forecast, TOOLS, str(number))
         if call:
             history.makes(call)
             history.returns(call.name, json.dumps(result))
@@ -55,24 +54,17 @@ def test_a_constant_of_one_session_is_not_tried_in_another() -> None:
     for _ in range(3):
         session(model, 1, words="hello")  # the id is found nowhere
     assert not any("ann_1001" in call for call, _ in session(model, 2, words="hello")[:1])
-    model.learn(_same_constant(model), "another")
+    history = ToolHistory()
+    history.says("hello")
+    model.learn(history, [ToolCall("user", {"id": "ann_1001"})], model.predict(history, TOOLS), TOOLS, "another")
     assert "ann_1001" in session(model, 4, words="hello")[0][0]
 
 
-def _same_constant(model: CallModel) -> TurnObservation:
-    history = ToolHistory()
-    history.says("hello")
-    forecast = model.predict(history, TOOLS)
-    return model.observe(history, [ToolCall("user", {"id": "ann_1001"})], forecast, TOOLS)
-
-
-def test_tools_outside_the_given_are_neither_predicted_nor_kept_with_arguments() -> None:
+def test_tools_outside_the_given_are_not_predicted() -> None:
     model, history = CallModel(), ToolHistory()
     history.says("pay 55 to me")
     forecast = model.predict(history, TOOLS)
-    observation = model.observe(history, [ToolCall("pay", {"amount": 55, "to": "me"})], forecast, TOOLS)
-    assert "55" not in observation.to_json() and "pay" in observation.to_json()
-    model.learn(observation, "s")
+    model.learn(history, [ToolCall("pay", {"amount": 55, "to": "me"})], forecast, TOOLS, "s")
     assert model.predict(history, TOOLS).predictions == ()
 
 
@@ -91,8 +83,7 @@ def listing(model: CallModel, number: int, *, reads: bool, size: int = 2) -> flo
         chances.append(max((one.later for one in forecast.predictions if one.call.identity == last), default=0.0))
         made = {call.identity for call in calls}
         later = open_.settle(forecast, made, began=now, now=now + 1, voids=False)
-        observation = model.observe(history, calls, forecast, TOOLS, later=later)
-        model.learn(TurnObservation.from_json(observation.to_json()), str(number))
+        model.learn(history, calls, forecast, TOOLS, str(number), later=later)
         for call in calls:
             history.makes(call)
             history.returns(call.name, json.dumps({"total": 5}))
@@ -131,9 +122,7 @@ def test_any_conversation_can_be_learned(turns: list[tuple[str, dict[str, Any], 
         forecast = model.predict(history, TOOLS)
         assert all(0.0 <= one.probability <= 1.0 for one in forecast.predictions)
         call = ToolCall(tool, arguments)
-        observation = model.observe(history, [call], forecast, TOOLS)
-        assert TurnObservation.from_json(observation.to_json()) == observation
-        model.learn(observation, "s")
+        model.learn(history, [call], forecast, TOOLS, "s")
         history.makes(call)
         history.returns(tool, text)
         history.returns(tool, canonical(arguments))

@@ -340,7 +340,7 @@ def test_starts_are_bounded() -> None:
     release.set()
 
 
-@pytest.mark.parametrize("broken", ["predict", "observe"])
+@pytest.mark.parametrize("broken", ["predict", "learn"])
 def test_a_predictor_that_fails_is_not_noticed(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

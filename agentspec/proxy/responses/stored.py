@@ -39,7 +39,7 @@ from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
 
 if TYPE_CHECKING:
-    from agentspec.cache.side_stores import ResponseStore
+    from agentspec.cache.response_store import ResponseStore
     from agentspec.proxy.endpoint import Services
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.stored import StoredResponse, new_turn
+from agentspec.cache.stored import StoredResponse
 from agentspec.cli import app
 from agentspec.errors import CacheError, CacheFormatError
 from agentspec.types import Namespace
@@ -34,7 +34,6 @@ def fill(location: str | Path, rows: int) -> None:
         for number in range(2):
             answer = StoredResponse(f"r{number}", "t1", time.time(), session="secret-t1-r", response={"id": 1})
             cache.responses.put(answer)
-            cache.tool_turns.put(new_turn("t1", "agent", "secret-t1-t", "{}"))
         cache.flush()
 
 
@@ -190,7 +189,7 @@ def test_a_database_that_cannot_be_used_is_left_whole_under_another_name(tmp_pat
     with SuffixCache.open(tmp_path) as cache:
         record(cache, [6, 7, 8, 9, 10], namespace="new")
         cache.flush()
-        assert cache.responses.get("t1", "r0") is not None and len(cache.tool_turns.ids("t1", "agent")) == 2
+        assert cache.responses.get("t1", "r0") is not None
     [aside] = [one for one in tmp_path.glob(f"{DATABASE}.damaged-*") if not one.name.endswith(("-wal", "-shm"))]
     assert aside.read_bytes() == before
     assert [6, 7, 8, 9, 10] in outputs(tmp_path)
@@ -243,10 +242,6 @@ VALUES = [
     (STATE, "responses", "session", BYTES),
     (STATE, "responses", "created_at", "'text'"),
     (STATE, "responses", "body", "4611686018427387904"),
-    (STATE, "tool_turns", "agent", BYTES),
-    (STATE, "tool_turns", "created_at", BYTES),
-    (STATE, "tool_turns", "size", "9e999"),
-    (STATE, "tool_turns", "body", "4611686018427387904"),
 ]
 
 
@@ -257,23 +252,19 @@ def test_forgetting_goes_on(tmp_path: Path, file: str, table: str, column: str, 
     with SuffixCache.open(tmp_path) as cache:
         assert cache.forget(session="secret-t2-2") == 1
         assert cache.forget(text="nowhere", decode=str) == (table == "sequences")  # what cannot be searched goes
-        cache.tool_turns.put(new_turn("t1", "agent", "s", "{}"))
         cache.flush()
         cache.forget(older_than=0.0)
-    counts = [("sequences", DATABASE), ("responses", STATE), ("tool_turns", STATE)]
-    assert [execute(tmp_path, f"SELECT count(*) FROM {table}", file=file) for table, file in counts] == 3 * [[(0,)]]
+    counts = [("sequences", DATABASE), ("responses", STATE)]
+    assert [execute(tmp_path, f"SELECT count(*) FROM {table}", file=file) for table, file in counts] == 2 * [[(0,)]]
 
 
-def test_a_damaged_answer_is_reported_and_a_damaged_turn_left_out(tmp_path: Path) -> None:
+def test_a_damaged_answer_is_reported(tmp_path: Path) -> None:
     fill(tmp_path, 4)
-    for table in ("responses", "tool_turns"):
-        execute(tmp_path, f"UPDATE {table} SET body = 5 WHERE rowid = 1", file=STATE)
+    execute(tmp_path, "UPDATE responses SET body = 5 WHERE rowid = 1", file=STATE)
     with SuffixCache.open(tmp_path) as cache:
         with pytest.raises(CacheFormatError, match="r0 is damaged"):
             cache.responses.get("t1", "r0")
         assert cache.responses.get("t1", "r1") is not None
-        turns = cache.tool_turns
-        assert len(turns.read("t1", "agent", turns.ids("t1", "agent"))) == 1
 
 
 @pytest.mark.parametrize(("column", "value"), [("before", "'soon'"), ("before", BYTES), ("searched", "'maybe'")])

@@ -1,4 +1,4 @@
-"""What is stored besides sequences, answers and turns: what comes back, their bounds, and what a deletion leaves."""
+"""Stored answers: what comes back, their bounds, and what a deletion leaves."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import os
 import sqlite3
 import time
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentspec.cache import SuffixCache
-from agentspec.cache.stored import StoredResponse, StoredTurn, new_turn
-from agentspec.errors import CacheClosedError, CacheDamagedError, CacheError, CacheVersionError
+from agentspec.cache.stored import StoredResponse
+from agentspec.errors import CacheDamagedError, CacheError, CacheVersionError
 from tests.cache.conftest import SQLITE_FIRST, STATE, execute, record, wait
 
 
@@ -40,17 +39,6 @@ def make(id: str, text: str = "hello", tenant: str = "a", **fields: Any) -> Stor
 
 def answers(cache: SuffixCache, ids: Any, tenant: str = "a") -> list[str]:
     return [id for id in ids if cache.responses.get(tenant, id) is not None]
-
-
-def made(tenant: str = "a", agent: str = "x", session: str = "s", body: str = "{}", age: float = 0.0) -> StoredTurn:
-    return replace(new_turn(tenant, agent, session, body), created_at=time.time() - age)
-
-
-def turns_of(cache: SuffixCache, tenant: str = "a", agent: str = "x") -> list[StoredTurn]:
-    return cache.tool_turns.read(tenant, agent, cache.tool_turns.ids(tenant, agent))
-
-
-# Answers.
 
 
 def test_what_is_put_comes_back_to_its_tenant(place: Any) -> None:
@@ -85,49 +73,7 @@ def test_what_is_too_old_goes(place: Any) -> None:
     with SuffixCache.open(place, retention=3600.0) as cache:
         cache.responses.put(make("old", created_at=time.time() - 3700))
         cache.responses.put(make("new"))
-        cache.tool_turns.put(made(age=3700.0))
-        cache.tool_turns.put(made(age=1.0))
         assert answers(cache, ["old", "new"]) == ["new"]
-        wait(lambda: len(turns_of(cache)) == 1)
-
-
-# Turns.
-
-
-def test_turns_come_back_to_their_agent_alone(place: Any) -> None:
-    with SuffixCache.open(place) as cache:
-        turns = [made(body=f'{{"n": {n}, "text": "wörld"}}', age=9.0 - n) for n in range(3)]
-        assert turns_of(cache) == [] and all(cache.tool_turns.put(turn) for turn in turns)
-        for _ in range(2):
-            assert turns_of(cache) == turns  # before and after they are written
-            assert turns_of(cache, "b") == turns_of(cache, "a", "y") == []
-            assert (
-                cache.tool_turns.read("a", "y", [turns[0].id]) == cache.tool_turns.read("b", "x", [turns[0].id]) == []
-            )
-            cache.tool_turns.flush()
-        cache.tool_turns.put(last := made())
-        assert turns_of(cache) == [*turns, last]
-        assert not cache.tool_turns.put(made(body="x" * 70_000))
-
-
-def test_an_agent_and_a_tenant_have_their_newest_turns(place: Any) -> None:
-    """Each agent of one tenant is smaller than the one agent of another tenant."""
-    with SuffixCache.open(place, responses_bytes=400_000) as cache:
-        theirs = [made("b", age=100.0 - n) for n in range(20)]
-        for turn in theirs:
-            cache.tool_turns.put(turn)
-        for n in range(300):
-            cache.tool_turns.put(made(agent=f"x{n}", body=noise(n, 400)))
-        cache.tool_turns.flush()
-        assert turns_of(cache, "b") == theirs
-        assert 0 < sum(len(turns_of(cache, agent=f"x{n}")) for n in range(300)) < 300
-    with SuffixCache.open(place) as cache:
-        turns = [made("c", age=5000.0 - n) for n in range(4001)]
-        for turn in turns:
-            cache.tool_turns.put(turn)
-        cache.tool_turns.flush()
-        found = turns_of(cache, "c")
-        assert len(found) in (2000, 2001) and found == turns[-len(found) :]
 
 
 # Forgetting.
@@ -146,9 +92,8 @@ def test_an_agent_and_a_tenant_have_their_newest_turns(place: Any) -> None:
         ({"text": "café", "decode": str}, ["a2", "b1"]),
     ],
 )
-@pytest.mark.parametrize("written", [True, False])
-def test_forgetting(place: Any, conditions: Any, left: list[str], written: bool) -> None:
-    """Of answers, also in names, arguments, and parts of a message; of turns, also those that are not written yet."""
+def test_forgetting(place: Any, conditions: Any, left: list[str]) -> None:
+    """Also of text in names, arguments, and parts of a message."""
     said = json.dumps({"café": 'say "hi"\nthere'})
     parts = [{"type": "input_text", "text": text} for text in ("cut in", " two")]
     with SuffixCache.open(place) as cache:
@@ -156,17 +101,8 @@ def test_forgetting(place: Any, conditions: Any, left: list[str], written: bool)
         cache.responses.put(make("a1", session="s", created_at=time.time() - 100, response={"output": [call]}))
         cache.responses.put(make("a2", "my secret"))
         cache.responses.put(make("b1", tenant="b", items=[{"id": "x", "type": "message", "content": parts}]))
-        bodies = {"a1": said, "a2": '["my secret"]', "b1": '["cut in two"]'}
-        for id, (tenant, session, age) in {"a1": ("a", "s", 100), "a2": ("a", "t", 0), "b1": ("b", "t", 0)}.items():
-            cache.tool_turns.put(made(tenant, session=session, body=bodies[id], age=float(age)))
-        if written:
-            cache.tool_turns.flush()
-        generation = cache.tool_turns.generation
         cache.forget(**conditions)
         assert [*answers(cache, ["a1", "a2"]), *answers(cache, ["b1"], "b")] == left
-        found = {turn.body for turn in (*turns_of(cache), *turns_of(cache, "b"))}
-        assert found == {bodies[id] for id in left}
-        assert (cache.tool_turns.generation > generation) == (len(left) < 3)
 
 
 def test_what_a_pattern_refuses_is_not_stored(place: Any) -> None:
@@ -175,7 +111,6 @@ def test_what_a_pattern_refuses_is_not_stored(place: Any) -> None:
         assert not cache.responses.put(make("r1", "my sk-12 key"))
         assert not cache.responses.put(make("r2", response={"output": [{"arguments": escaped}]}))
         assert cache.responses.put(make("r3", "my key")) and answers(cache, ["r1", "r2", "r3"]) == ["r3"]
-        assert not cache.tool_turns.put(made(body="sk-1")) and turns_of(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -211,8 +146,6 @@ def test_a_clock_that_is_set_hides_no_deletion(
 ) -> None:
     clock, begun = time.time, time.monotonic()
     with SuffixCache.open(place) as cache:
-        turn = new_turn("a", "agent", "s", "a secret")
-        cache.tool_turns.put(turn)
         for step in ("before the deletion", "after it"):
             if step == "after it":
                 with SuffixCache.open(place) if place else nullcontext(cache) as other:
@@ -221,8 +154,6 @@ def test_a_clock_that_is_set_hides_no_deletion(
                 monkeypatch.setattr(time, "time", lambda: clock() + 3600.0 * hours)  # the clock is what is tested
         now = time.time()
         assert not cache.responses.put(make("r", session="s", created_at=now, begun=now - (time.monotonic() - begun)))
-        cache.tool_turns.flush()
-        assert cache.tool_turns.read("a", "agent", [turn.id]) == []
         cache.forget(session="another")  # from here on it is known
         assert cache.responses.put(make("r", session="s", created_at=time.time()))
 
@@ -232,12 +163,9 @@ def test_a_deletion_of_another_process_reaches_what_waits(location: str | Path) 
     with SuffixCache.open(location) as one, SuffixCache.open(location) as other:
         record(one, [3, 4, 5], session="s1")
         late = make("late", session="s1")
-        put = [made(session=session) for session in ("s1", "s1", "s2")]
-        assert all(one.tool_turns.put(turn) for turn in put)
         one.flush()
         assert other.forget(session="s1") == 1
-        assert not one.responses.put(late) and turns_of(one) == [put[2]]
-        wait(lambda: one.tool_turns.put(later := made(session="s1")) and not one.flush() and later in turns_of(one))
+        assert not one.responses.put(late)
         assert other.responses.put(make("new", session="s1"))
         assert not other.stats().erasure_pending
 
@@ -249,12 +177,10 @@ def test_nothing_of_what_was_deleted_is_left_on_disk(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache:
         cache.responses.put(make("resp_thisone", session="s"))
         cache.responses.put(make("other"))
-        cache.tool_turns.put(made(session="secret-session"))
         cache.flush()
-        assert found(b"resp_thisone") and found(b"secret-session")
+        assert found(b"resp_thisone")
         cache.forget(session="s")
-        cache.forget(session="secret-session")
-        assert not found(b"resp_thisone") and not found(b"secret-session")
+        assert not found(b"resp_thisone")
         cache.responses.put(make("resp_thisone"))
         cache.responses.delete("a", "resp_thisone")
         wait(lambda: not cache.stats().erasure_pending)
@@ -291,26 +217,12 @@ def test_what_cannot_be_changed_is_not_forgotten(tmp_path: Path, monkeypatch: py
     with SuffixCache.open(tmp_path) as cache, closing(sqlite3.connect(tmp_path / STATE, isolation_level=None)) as other:
         record(cache, [3, 4, 5], session="secret")
         cache.responses.put(make("r", session="secret"))
-        cache.tool_turns.put(turn := made(session="secret"))
         cache.flush()
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(CacheError, match="locked"):
             cache.forget(session="secret")
-        cache.tool_turns.put(late := made())
-        with pytest.raises(CacheError, match="locked"):
-            cache.flush()
         other.execute("ROLLBACK")
-        assert (cache.stats().sequences, answers(cache, ["r"]), turns_of(cache)) == (1, ["r"], [turn, late])
+        assert (cache.stats().sequences, answers(cache, ["r"])) == (1, ["r"])
         cache.flush()
         assert cache.forget(session="secret") == 1
-        assert (cache.stats().sequences, answers(cache, ["r"]), turns_of(cache)) == (0, [], [late])
-
-
-def test_turns_outlive_a_restart_and_a_closed_cache_takes_none(tmp_path: Path) -> None:
-    with SuffixCache.open(tmp_path) as cache:
-        assert cache.tool_turns.put(turn := made())
-    assert not cache.tool_turns.put(made())
-    with pytest.raises(CacheClosedError):
-        turns_of(cache)
-    with SuffixCache.open(tmp_path) as cache:
-        assert turns_of(cache) == [turn]
+        assert (cache.stats().sequences, answers(cache, ["r"])) == (0, [])
