@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
+
+from agentspec.errors import InvalidRequestError
+from agentspec.protocol.validation import check_json
+
+logger = logging.getLogger(__name__)
 
 _TOOLS = """You may call functions to answer. They are, one JSON object a line:
 <tools>
@@ -88,3 +95,67 @@ def escape_markers(text: str, behind: str = "") -> str:
     escaped, end = _TURN_MARKS.sub(lambda mark: mark.group() + " ", text), behind[-_LONGEST_MARK:]
     begun = len(_TURN_MARKS.findall(end + escaped)) > len(_TURN_MARKS.findall(end))
     return " " + escaped if begun else escaped
+
+
+def parsed_call(call: Any) -> dict[str, Any]:
+    """A call with its arguments as an object. Raises `InvalidRequestError`."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        parsed = _object(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        parsed = None
+    if not isinstance(function, Mapping) or not isinstance(parsed, dict) or not isinstance(function.get("name"), str):
+        message = "a tool call in messages needs a function with a name and arguments that are a JSON object"
+        raise InvalidRequestError(message, param="messages")
+    check_json(parsed, "the arguments of a tool call", param="messages")
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The JSON object in a call's arguments; an empty one if there is none, as in vLLM: a conversation in which a model
+    once broke off could not go on otherwise, since templates take nothing else.
+    """
+    try:
+        parsed = json.loads(arguments.strip() or "{}")
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    logger.warning("a tool call in messages has arguments that are no JSON object: the model is shown none")
+    return {}
+
+
+def write_arguments(messages: list[dict[str, Any]], tokenizer: Any, source: str) -> None:
+    """Turn the arguments of calls into JSON text where the chat template `source` prints them as they are."""
+    if wants_json(tokenizer, source):
+        for call in (call for one in messages for call in one.get("tool_calls", ())):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def _probe(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> str:
+    """What the chat template `source` shows of the messages; empty if it refuses them."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False))
+    except Exception:
+        return ""
+
+
+@lru_cache(maxsize=64)
+def takes(tokenizer: Any, source: str, roles: tuple[str, ...]) -> bool:
+    """Whether the chat template `source` shows messages of these `roles` in their order, each once."""
+    texts = [f"probe{number}" for number in range(len(roles))]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    return re.findall(r"probe\d", _probe(tokenizer, source, messages)) == texts
+
+
+@lru_cache(maxsize=64)
+def wants_json(tokenizer: Any, source: str) -> bool:
+    """Whether the chat template `source` prints the arguments of calls as they are: then they have to be JSON text."""
+
+    def shown(arguments: Any) -> str:
+        call = {"id": "probe1234", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked, called = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        return _probe(tokenizer, source, [asked, called])
+
+    return not re.search(r"probe5678(?!')", shown({"probe5678": 1})) and '"probe5678": 1' in shown('{"probe5678": 1}')

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.acceptance import Substitutes
 from agentspec.backends.torch.sampling.constraints import Constraints, ConstraintSpec
+from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.governor import Governor, LatencyGoal
@@ -330,27 +329,6 @@ class Sequence:
             accepted_prediction_tokens=None if prediction is None else prediction.accepted,
             rejected_prediction_tokens=None if prediction is None else prediction.rejected,
         )
-
-
-def token_logprobs(
-    logits: Tensor, tokens: Items[int], top: int, spell: Callable[[int], str]
-) -> tuple[TokenLogprob, ...]:
-    """The natural-log probability of each token under its own float32 row of the model's raw `logits` [tokens, vocab],
-    and those of the `top` best tokens of that row. The host waits for the device once: the log-probabilities are
-    transferred as the integers of their bits, so that one tensor carries everything.
-    """
-    scores = logits.log_softmax(-1)
-    chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
-    best = scores.topk(min(top, logits.shape[-1]))
-    reals = torch.cat([scores.gather(-1, chosen), best.values], dim=-1)
-    found = torch.cat([reals.view(torch.int32), best.indices.int()], dim=-1).cpu().numpy()
-    entries = []
-    for token, row in zip(tokens, found, strict=True):
-        own, *values = row[: reals.shape[-1]].view(np.float32).tolist()
-        ids = row[reals.shape[-1] :].tolist()
-        others = tuple(TokenLogprob(other, spell(other), value) for other, value in zip(ids, values, strict=True))
-        entries.append(TokenLogprob(token, spell(token), own, others))
-    return tuple(entries)
 
 
 def _step_name(request: EngineRequest) -> str | None:

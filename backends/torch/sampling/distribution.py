@@ -1,16 +1,19 @@
-"""The distribution of a draw: bias, penalties, filters, and noise that depends only on seed, position and token."""
+"""The distribution of a draw: bias, penalties, filters, noise that depends only on seed, position and token, and the
+log-probabilities that are reported.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentspec.backends.torch.model.device import to_device
-from agentspec.types import SamplingParams
+from agentspec.types import SamplingParams, TokenLogprob
 
 _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -154,3 +157,24 @@ def _nucleus_bound(best: Tensor, total: Tensor, top_p: float) -> Tensor:
 def _reached(best: Tensor, total: Tensor) -> Tensor:
     """The cumulative probability of the best scores, up to and including each."""
     return (best - total).exp().cumsum(-1)
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], top: int, spell: Callable[[int], str]
+) -> tuple[TokenLogprob, ...]:
+    """The natural-log probability of each token under its own float32 row of the model's raw `logits` [tokens, vocab],
+    and those of the `top` best tokens of that row. The host waits for the device once: the log-probabilities are
+    transferred as the integers of their bits, so that one tensor carries everything.
+    """
+    scores = logits.log_softmax(-1)
+    chosen = to_device(torch.tensor(tokens), logits.device)[:, None]
+    best = scores.topk(min(top, logits.shape[-1]))
+    reals = torch.cat([scores.gather(-1, chosen), best.values], dim=-1)
+    found = torch.cat([reals.view(torch.int32), best.indices.int()], dim=-1).cpu().numpy()
+    entries = []
+    for token, row in zip(tokens, found, strict=True):
+        own, *values = row[: reals.shape[-1]].view(np.float32).tolist()
+        ids = row[reals.shape[-1] :].tolist()
+        others = tuple(TokenLogprob(other, spell(other), value) for other, value in zip(ids, values, strict=True))
+        entries.append(TokenLogprob(token, spell(token), own, others))
+    return tuple(entries)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import re
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, Message
 
-logger = logging.getLogger(__name__)
-
 MAX_MESSAGES: Final = 10_000  # of a chat: a template may look at earlier messages for each of them
-THOUGHTS: Final = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # of an earlier answer, in templates
+THOUGHTS: Final = "reasoning_content", "reasoning", "thinking"  # of an earlier answer, in templates
 MAX_RENDERED: Final = 10_000_000  # characters of a prompt: more than the largest body of a request has by default
 
 
@@ -65,12 +56,13 @@ def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_fi
             raise InvalidRequestError(message, param="messages") from error
         return str(text)
 
-    if "tools" in source and any("tool_calls" in one for one in messages) and wants_json(tokenizer, source):
-        for call in (call for one in messages for call in one.get("tool_calls", ())):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    if "tools" in source and any("tool_calls" in one for one in messages):
+        from agentspec.backends.chat_templates import write_arguments
+
+        write_arguments(messages, tokenizer, source)
     roles = [one.get("role") for one in messages]
     if "system" in roles[1:] or "developer" in roles:
-        from agentspec.backends.chat_templates import in_place
+        from agentspec.backends.chat_templates import in_place, takes
 
         messages = in_place(messages, takes=partial(takes, tokenizer, source))
     try:
@@ -84,34 +76,6 @@ def render(tokenizer: Any, request: GenerateRequest, *, start: bool, continue_fi
     if len(text) > MAX_RENDERED:
         raise InvalidRequestError(f"the prompt is longer than {MAX_RENDERED:,} characters", param="messages")
     return text
-
-
-def _probe(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> str:
-    """What the chat template `source` shows of the messages; empty if it refuses them."""
-    try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False))
-    except Exception:
-        return ""
-
-
-@lru_cache(maxsize=64)
-def takes(tokenizer: Any, source: str, roles: tuple[str, ...]) -> bool:
-    """Whether the chat template `source` shows messages of these `roles` in their order, each once."""
-    texts = [f"probe{number}" for number in range(len(roles))]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-    return re.findall(r"probe\d", _probe(tokenizer, source, messages)) == texts
-
-
-@lru_cache(maxsize=64)
-def wants_json(tokenizer: Any, source: str) -> bool:
-    """Whether the chat template `source` prints the arguments of calls as they are: then they have to be JSON text."""
-
-    def shown(arguments: Any) -> str:
-        call = {"id": "probe1234", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        asked, called = {"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}
-        return _probe(tokenizer, source, [asked, called])
-
-    return not re.search(r"probe5678(?!')", shown({"probe5678": 1})) and '"probe5678": 1' in shown('{"probe5678": 1}')
 
 
 def _checked(request: GenerateRequest) -> list[dict[str, Any]]:
@@ -135,7 +99,9 @@ def plain(message: Message) -> dict[str, Any]:
     if thoughts := message.get("reasoning_content") or message.get("reasoning"):
         plain |= dict.fromkeys(THOUGHTS, thoughts)
     if message.get("tool_calls"):
-        plain["tool_calls"] = [_parsed(call) for call in message["tool_calls"]]
+        from agentspec.backends.chat_templates import parsed_call
+
+        plain["tool_calls"] = [parsed_call(call) for call in message["tool_calls"]]
     else:
         plain.pop("tool_calls", None)
     if "content" in message or "tool_calls" in plain:
@@ -152,31 +118,3 @@ def _joined_parts(content: Any) -> Any:
     if any(not isinstance(text, str) for text in texts):
         raise InvalidRequestError("message content may hold text parts only", param="messages")
     return "".join(str(text) for text in texts)
-
-
-def _parsed(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    try:
-        parsed = _object(arguments) if isinstance(arguments, str) else arguments
-    except RecursionError:
-        parsed = None
-    if not isinstance(function, Mapping) or not isinstance(parsed, dict) or not isinstance(function.get("name"), str):
-        message = "a tool call in messages needs a function with a name and arguments that are a JSON object"
-        raise InvalidRequestError(message, param="messages")
-    check_json(parsed, "the arguments of a tool call", param="messages")
-    return {**call, "function": {**function, "arguments": parsed}}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The JSON object in a call's arguments; an empty one if there is none, as in vLLM: a conversation in which a model
-    once broke off could not go on otherwise, since templates take nothing else.
-    """
-    try:
-        parsed = json.loads(arguments.strip() or "{}")
-    except ValueError:
-        parsed = None
-    if isinstance(parsed, dict):
-        return parsed
-    logger.warning("a tool call in messages has arguments that are no JSON object: the model is shown none")
-    return {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.engine.sequence import token_logprobs
+from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.types import SamplingParams
 
 PROMPT = list(b"Once upon a time")
