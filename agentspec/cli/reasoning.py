@@ -36,7 +36,7 @@ def of_strategies() -> None:
 
 @app.command("eval")
 def evaluate(
-    file: Annotated[Path, typer.Argument(metavar="PROBLEMS.jsonl", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="The strategy's model, unless there is but one")] = None,
     prompt: Annotated[

@@ -174,6 +174,7 @@ def load_settings(
 
 def read_file(path: Path) -> dict[str, Any]:
     """The tables of the file. Raises `ConfigurationError` if it cannot be read or is not TOML."""
+    data = b""
     try:
         data = path.expanduser().read_bytes()
         return tomllib.loads(data.decode("utf-8-sig"))  # editors on Windows write a byte order mark

@@ -81,7 +81,11 @@ def test_base_small_and_strategy_answer_the_same_problems(program: Program, pair
 def test_ctrl_c_keeps_what_was_answered(program: Program, pair: Any, problems: Path) -> None:
     config, models = pair
     models["small"].interrupts = True  # its first answer is the second of all
-    done = program("reasoning", "eval", problems, "-c", config)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores the signal
+    try:
+        done = program("reasoning", "eval", problems, "-c", config)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 1 and "1 of 6 answers" in done.stdout
 
 

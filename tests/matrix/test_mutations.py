@@ -77,8 +77,8 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     ),
     "length not passed on": (
         "agentspec.protocol.anthropic.requests:parse_messages",
-        "chat |= {} if fields.max_tokens is None else {'max_tokens': fields.max_tokens}",
-        "pass",
+        "'messages': messages, 'max_tokens': fields.max_tokens}",
+        "'messages': messages}",
         {"api": "messages", "backend": "upstream"},
     ),
     "client's leaving unnoticed": (

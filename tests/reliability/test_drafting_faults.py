@@ -207,7 +207,7 @@ def test_u11_a_draft_does_not_wait_for_an_index_that_is_being_deleted_from() -> 
             for number in range(200):
                 shared.append(number, text)
             assert Source.SHARED in request.draft(8, patience=60.0).source
-            deleting = threading.Thread(target=shared.remove, args=(range(200),))
+            deleting = threading.Thread(target=shared.remove, args=(np.arange(200),))
             deleting.start()
             while deleting.is_alive():
                 skipped += Source.SHARED not in request.draft(8, patience=0.001).source

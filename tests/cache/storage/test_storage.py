@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_locked_is_unavailable(
     threads = threading.active_count()
     with pytest.raises(CacheUnavailableError, match=re.escape(os.strerror(code))):
         SuffixCache.open(tmp_path, mode="writer")
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of tests before may end meanwhile
     with SuffixCache.open(tmp_path) as cache:
         assert os.strerror(code) in str(cache.stats().store_error) and cache.path is None
     assert "in memory only" in caplog.text

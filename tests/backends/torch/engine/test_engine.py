@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
@@ -17,6 +17,7 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.errors import ContextLengthError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, SamplingParams
+from tests.conftest import costly
 
 pytestmark = pytest.mark.anyio
 
@@ -93,7 +94,7 @@ async def test_cancelling_frees_a_waiting_and_an_active_place(lab: Any, backend_
     assert backend.stats().cancelled == 2 and backend.stats().tokens < 300
 
 
-@settings(max_examples=8)
+@costly
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=6))
 async def test_answers_wait_for_their_memory_and_are_whole(lab: Any, shapes: list[tuple[int, int, int]]) -> None:
     """Room for two or three at once, some of which are cut off by their reader."""

@@ -95,7 +95,7 @@ ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
     lab: Any, faults: Faults, error: Exception, every: int
@@ -118,11 +118,11 @@ async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
         failed += stats.failed
         await backend.aclose()
         at += every
-    assert at > 100 and failed > 1
+    assert at > 100 and failed > 3
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("device-side assert"), RuntimeError("CUDA error: an illegal memory access")]
 )
