@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.background import call_sync, iterate_async, iterate_sync
+from agentspec.background import call_sync, iterate_async, iterate_sync, remote_runtime
 from agentspec.types import GenerateRequest
 
 pytestmark = pytest.mark.anyio
@@ -74,6 +74,13 @@ print("ends")
     assert run(program) == "ends\n"
     configured = "from agentspec.background import shared_runtime as of\nprint(of('./my-model') is of())"
     assert run(configured, AGENTSPEC_BACKENDS__LOCAL__DEVICE="cpu") == "True\n"
+
+
+def test_equal_endpoints_share_connections_and_errors_name_no_password() -> None:
+    first, other = (upstream(read_timeout=seconds) for seconds in (600.0, 1.0))
+    assert remote_runtime(first) is remote_runtime(upstream()) is not remote_runtime(other)
+    settings = OpenAISettings.model_validate({"base_url": "http://me:secret@127.0.0.1:9/v1"})
+    assert remote_runtime(settings).settings.backends == {"http://127.0.0.1:9/v1": settings}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

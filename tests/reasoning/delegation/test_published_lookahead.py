@@ -65,11 +65,29 @@ CASES = {
     # The window moves on while drafts are accepted.
     **{f"all accepted, depth {depth}": ahead(depth) for depth in (1, 2, 3, 4, 8)},
     "nothing is drafted": Case(chain("d"), chain("o"), [f"b o{n}|" for n in (1, 2, 3, 4)], [], settings={"depth": 0}),
+    "none accepted": Case(
+        {START: "x9|", "1": "x9|", "2": "x9|"}, chain("o", 3), ["b o1|", "b o2|", "b o3|"], [False] * 3
+    ),
     "the first differs": Case(
         {**chain("d"), START: "x9|"}, chain("o"), ["b o1|", "s d2|", "s d3|", "s d4|"], [False, *[True] * 3]
     ),
+    "the second differs": Case(
+        {**chain("d"), "1": "x9|"}, chain("o"), ["s d1|", "b o2|", "s d3|", "s d4|"], [True, False, True, True]
+    ),
     "the fourth differs, behind a full window": Case(
         {**chain("d"), "3": "x9|"}, chain("o"), ["s d1|", "s d2|", "s d3|", "b o4|"], [*[True] * 3, False]
+    ),
+    "two in a row differ": Case(
+        {**chain("d"), "1": "x9|", "2": "x9|"},
+        chain("o"),
+        ["s d1|", "b o2|", "b o3|", "s d4|"],
+        [True, False, False, True],
+    ),
+    "every second differs": Case(
+        {START: "x9|", "1": "d2|", "2": "x9|", "3": "d4|"},
+        chain("o"),
+        ["b o1|", "s d2|", "b o3|", "s d4|"],
+        [False, True, False, True],
     ),
     "the base model goes on behind the draft's words": Case(
         {START: "d1|"}, {START: "o1|", "d1": "behind d|", "o1": "behind o|"}, ["s d1|", "b behind d|"], [True]
@@ -105,6 +123,12 @@ CASES = {
         ["b a b c 1", "b  2|", "s d3|"],
         [False, True],
     ),
+    "two cut steps of the base model": Case(
+        {START: "x9|", "3": "d4|"},
+        {START: "a b c 1 rest|", "1": " b c d 2 rest|", "2": " 3|", "3": "o4|"},
+        ["b a b c 1", "b  b c d 2", "b  3|", "s d4|"],
+        [False, True],
+    ),
     "a cut draft in place of a cut step": Case(
         {START: "a b c 1 rest|", "2": "d3|"},
         {START: "e f g 1 rest|", "1": " 2|", "2": "o3|"},
@@ -127,6 +151,9 @@ CASES = {
         [True] * 4,
         "budget",
         {"budget_tokens": 12},
+    ),
+    "a boxed answer ends nothing": Case(
+        {START: "boxed 1|", "1": "d2|"}, chain("o", 2), ["s boxed 1|", "s d2|"], [True] * 2
     ),
     "the budget ends": Case(chain("d"), chain("o"), ["s d1|", "s d2|"], [True] * 2, "budget", {"budget_tokens": 4}),
 }
