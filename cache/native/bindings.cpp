@@ -303,8 +303,8 @@ void bind_chains(nb::module_& m) {
         .def_prop_ro("drafted", &Chain::drafted)
         .def_prop_ro("accepted", &Chain::accepted)
         .def_prop_ro("expected", &Chain::expected);
-    m.def("propose_chains", &chains_of, "turns"_a, "cost"_a, nb::kw_only(), "floor"_a = 0.0, "vocabulary"_a = kMostToken + 1,
-          "patience"_a = nb::none());
+    m.def("propose_chains", &chains_of, "turns"_a, "cost"_a, nb::kw_only(), "floor"_a = 0.0,
+          "vocabulary"_a = kMostToken + 1, "patience"_a = nb::none());
 }
 
 /// The errors of the core as those of the package.
