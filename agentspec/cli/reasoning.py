@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.common import FAILED, ConfigOption, JsonOption, load, plural, print_json
+from agentspec.cli.common import FAILED, ConfigOption, JsonOption, command_group, load, plural, print_json
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentspec.reasoning.settings import DelegationSettings
     from agentspec.settings.load import Settings
 
-app = typer.Typer(help="Measure strategies that delegate thinking.", no_args_is_help=True)
+app = command_group("Measure strategies that delegate thinking.")
 
 
 class Preset(StrEnum):

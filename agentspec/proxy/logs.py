@@ -36,8 +36,8 @@ class EventLogger:
 
     def log(self, level: int, event: str, **fields: Any) -> None:
         if self._logger.isEnabledFor(level):
-            said = LoggedEvent(fields, event=event)
-            self._logger.handle(logging.LogRecord(self._logger.name, level, "", 0, said, None, None))
+            message = LoggedEvent(fields, event=event)
+            self._logger.handle(logging.LogRecord(self._logger.name, level, "", 0, message, None, None))
 
 
 logger = EventLogger("agentspec.proxy")
@@ -47,9 +47,9 @@ class JsonFormatter(logging.Formatter):
     """Formats any record as a JSON object: class and frames in place of a traceback, which would end with a message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = cast(object, record.msg)
+        message = cast(object, record.msg)
         line: dict[str, Any]
-        line = dict(said) if isinstance(said, LoggedEvent) else {"event": _message(record), "logger": record.name}
+        line = dict(message) if isinstance(message, LoggedEvent) else {"event": _message(record), "logger": record.name}
         line["level"] = record.levelname.lower()
         second = int(record.created)
         line["timestamp"] = f"{_clock(second)}.{int((record.created - second) * 1e6):06d}Z"
@@ -63,8 +63,8 @@ class SentenceFormatter(logging.Formatter):
     """Formats any record for a person at a terminal: a sentence where there is one, else the event and its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = cast(object, record.msg)
-        text = _sentence(said) if isinstance(said, LoggedEvent) else _message(record)
+        message = cast(object, record.msg)
+        text = _sentence(message) if isinstance(message, LoggedEvent) else _message(record)
         text = text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
         error = record.exc_info[1] if record.exc_info else None
         return text if error is None else f"{text} ({class_of(error)})"

@@ -281,7 +281,7 @@ class MarkupParser:
         """The pieces that `text` adds to the answer."""
         self._held += text
         if self.format.bare:
-            return [] if not self._begun and _PYTHON_CALL.match(self._held) else self._said(self._held)
+            return [] if not self._begun and _PYTHON_CALL.match(self._held) else self._text(self._held)
         pieces: Pieces = []
         while self._held and self._step(pieces):
             pass
@@ -296,7 +296,7 @@ class MarkupParser:
         over = self.calls and not self._begun and self.format.around[1].startswith(held.strip())
         return [held] if held and not over else []
 
-    def _said(self, text: str) -> Pieces:
+    def _text(self, text: str) -> Pieces:
         self._begun, self._held, self._tried = True, self._held[len(text) :], 0
         return [text] if text else []
 
@@ -315,15 +315,15 @@ class MarkupParser:
         found = [at for mark in (before, opening) if mark and (at := self._held.find(mark)) >= 0]
         if not found:
             longest = max(partial_end(self._held, mark) for mark in (before, opening) if mark)
-            pieces += self._said(self._held[: len(self._held) - longest])
+            pieces += self._text(self._held[: len(self._held) - longest])
             return False
         if at := min(found):
-            pieces += self._said(self._held[:at])
+            pieces += self._text(self._held[:at])
         begin = self._held.removeprefix(before).lstrip() if before else self._held
         if not begin.startswith(opening):
             if opening.startswith(begin):
                 return False
-            pieces += self._said(self._held[:1])
+            pieces += self._text(self._held[:1])
             return True
         return self._inside(begin, pieces)
 
