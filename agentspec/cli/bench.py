@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 TORCH = ("torch", "transformers")  # packages whose versions go into the JSON file of what runs them
 REPORT_WIDTH = 150  # columns of a table that goes to a file
 R = TypeVar("R", bound="BenchmarkReport")
-T = TypeVar("T")
 app = command_group("Measure speed-ups on this machine.")
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file", callback=writable)]
 TracesOption = Annotated[
@@ -58,19 +56,6 @@ def publish(
     return report
 
 
-class Prompts(StrEnum):
-    edit = "edit"
-    short = "short"
-    all = "all"
-    control = "control"
-
-    @property
-    def sets(self) -> list[Any]:
-        """The sets of prompts to measure besides the control set, which is always measured."""
-        named = {Prompts.edit: ["edit"], Prompts.short: ["edit_short"], Prompts.control: []}
-        return named.get(self, ["edit", "edit_short"])
-
-
 class GatewayMeasure(StrEnum):
     latency = "latency"
     throughput = "throughput"
@@ -81,14 +66,14 @@ class GatewayMeasure(StrEnum):
 @app.command()
 def decode(
     model: ModelOption = "smollm2-135m",
-    prompts: Annotated[Prompts, typer.Option(help="Edits with long or short answers, or the control")] = Prompts.all,
+    control: Annotated[bool, typer.Option("--control", help="Only prompts whose answers repeat nothing")] = False,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each set (at least 7)", min=7)] = None,
     json: JsonFile = None,
 ) -> None:
     """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
     from agentspec.benchmarks.decode import run_decode
 
-    run = partial(run_decode, model, sets=prompts.sets, limit=limit)
+    run = partial(run_decode, model, sets=() if control else ("edit", "edit_short"), limit=limit)
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
@@ -152,22 +137,13 @@ def cache(
 def gateway(
     measure: Annotated[list[GatewayMeasure] | None, typer.Option(help="Only these measures [default: all]")] = None,
     runs: Annotated[int, typer.Option(help="Repetitions, whose medians are shown", min=1)] = 1,
-    calls: Annotated[int | None, typer.Option(help="Calls for each [default: 20000]", min=100)] = None,
-    connections: Annotated[str | None, typer.Option(help="Numbers of connections [default: 16,64]")] = None,
-    streams: Annotated[int | None, typer.Option(help="Streams at once [default: 1000]", min=1, max=20_000)] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes where none are given: half a minute")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: half a minute")] = False,
     json: JsonFile = None,
 ) -> None:
     """Put load on a gateway before a scripted upstream: added latency, calls per second, processor time, overload."""
-    from agentspec.benchmarks.gateway.bench import QUICK, GatewayPlan, connections_of, run_gateway
+    from agentspec.benchmarks.gateway.bench import QUICK, GatewayPlan, run_gateway
 
     plan = QUICK if quick else GatewayPlan()
-    plan = replace(
-        plan,
-        calls=calls or plan.calls,
-        connections=connections_of(connections) if connections is not None else plan.connections,
-        streams=streams or plan.streams,
-    )
     run = partial(run_gateway, plan, measures=[one.value for one in measure or GatewayMeasure], runs=runs)
     publish(run, json, packages=("starlette", "uvicorn"))
 
@@ -202,7 +178,10 @@ def retrieval(
 
     if count < MIN_PAIRS:
         raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
-    asked = _enough(read_questions(questions, count), questions, MIN_PAIRS)
+    asked = read_questions(questions, count)
+    if len(asked) < MIN_PAIRS:
+        held = plural(len(asked), "line")
+        raise ConfigurationError(f"{questions} holds {held}, and at least {MIN_PAIRS} are needed")
 
     def measure(progress: Progress) -> Any:
         with (
@@ -212,13 +191,6 @@ def retrieval(
             return bench.run_retrieval(opened, bases, asked, synthetic=synthetic)
 
     publish(measure, json, packages=TORCH, subject={"model": model, "encoder": encoder})
-
-
-def _enough(asked: list[T], file: Path, least: int) -> list[T]:
-    """What to ask. Raises `ConfigurationError` for too few: better now than after they were measured."""
-    if len(asked) < least:
-        raise ConfigurationError(f"{file} holds {plural(len(asked), 'line')}, and at least {least} are needed")
-    return asked
 
 
 class ModelShape(StrEnum):

@@ -170,13 +170,19 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
 
     Changes nothing. A server may use the folder at the same time.
     """
-    from rich.console import Console
+    from agentspec.cache import SuffixCache
+    from agentspec.cache.storage.sequence_store import SequenceStore
 
     settings = load(config)
     folder = folder_of(settings, path)
-    with Console(stderr=True).status("starting") as status:
-        memory = int(settings.cache.memory_bytes)
-        problems = problems_of(folder, memory, lambda stage: status.update(f"the {stage}"))
+    try:
+        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
+            problems = list(store.problems())
+        if not problems:  # the index of a damaged database would show nothing more
+            with SuffixCache.open(folder, mode="follower", memory_bytes=int(settings.cache.memory_bytes)) as cache:
+                cache.check_integrity()
+    except AgentSpecError as error:
+        problems = [str(error)]
     if json:
         print_json({"ok": not problems, "problems": problems})
     else:
@@ -185,47 +191,18 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
         raise typer.Exit(FAILED)
 
 
-def problems_of(
-    folder: Path | str, memory_bytes: int, progress: Callable[[str], None] = lambda stage: None
-) -> list[str]:
-    """The problems found, one line each; empty for a sound cache. Read-only; other processes may use the folder.
-
-    The index that is checked holds the newest sequences that fit into `memory_bytes`, as a server's would. It is not
-    checked if the database is damaged.
-    """
-    from agentspec.cache import SuffixCache
-    from agentspec.cache.storage.sequence_store import SequenceStore
-
-    try:
-        progress("database")
-        with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
-            if problems := list(store.problems()):
-                return problems
-        progress("index")
-        with SuffixCache.open(folder, mode="follower", memory_bytes=memory_bytes) as cache:
-            cache.check_integrity()
-    except AgentSpecError as error:
-        return [str(error)]
-    return []
-
-
 @app.command()
 def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
     """Give back what the cache on disk does not need. Refused while a server writes to the folder."""
     from agentspec.cache import SuffixCache
-    from agentspec.cache.storage.sequence_store import SequenceStore
 
-    settings = load(config)
-    folder = folder_of(settings, path)
-    with closing(SequenceStore.open(folder, disk_bytes=None, mode="follower")) as store:
-        before = store.disk_bytes() + store.segments.total_bytes()  # a cache that opens gives some back already
+    folder = folder_of(load(config), path)
     with SuffixCache.open(folder, mode="writer") as opened:
-        after = opened.compact()
+        size = opened.compact()
     if json:
-        print_json({"before": before, "disk_bytes": after, "freed": before - after})
-        return
-    change = f"freed {before - after} bytes" if after <= before else f"wrote {after - before} bytes of segments"
-    typer.echo(f"{shown(folder)}: {change}; it takes {after} now")
+        print_json({"disk_bytes": size})
+    else:
+        typer.echo(f"{shown(folder)}: takes {size} bytes now")
 
 
 # Recorded calls.
@@ -408,7 +385,7 @@ def replay(
     Every call is drafted step by step against what was really answered. The files are one log, in the order given.
     """
     from agentspec.cache.tokens import as_tokens
-    from agentspec.recordings.replay import EncodedCall, measure, replay_cache
+    from agentspec.recordings.replay import EncodedCall, replay_cache
 
     text = _text(load(config), model)
     with progress() as (console, advance):
@@ -423,9 +400,15 @@ def replay(
             raise ConfigurationError(f"no model calls in {', '.join(map(str, files))}")
         what = f"replaying {plural(len(encoded), 'call')}"
         advance(what, 0)
-        savings = measure(replay_cache(encoded, budget))
+        done = replay_cache(encoded, budget)
         advance(what, len(encoded))
+    sums = {"calls": len(encoded), "tokens": sum(done.tokens), "steps": sum(done.steps)}
+    rates = {name: getattr(done, name) for name in ("tokens_per_step", "drafted_per_step", "hit_rate", "saved")}
     if json:
-        print_json(asdict(savings) | {"budget": budget, "bad": len(bad)})
-    else:
-        typer.echo(str(savings))
+        print_json(sums | rates | {"budget": budget, "bad": len(bad)})
+        return
+    typer.echo(
+        "{tokens} tokens of {calls} calls in {steps} steps of the model: {saved:.0%} of its steps saved."
+        " {tokens_per_step:.2f} tokens a step, {drafted_per_step:.1f} drafted; {hit_rate:.0%} of the steps have a"
+        " hit.".format(**sums, **rates)
+    )

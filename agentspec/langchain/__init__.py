@@ -1,4 +1,4 @@
-"""LangChain and LangGraph: a chat model, a middleware for agents, and retrievers that speculate."""
+"""LangChain and LangGraph: a chat model, a middleware for agents, and a retriever."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ from agentspec.errors import needs_extra
 with needs_extra("langgraph"):
     from agentspec.langchain.call_log import CallLog
     from agentspec.langchain.chat_model import ChatAgentSpec
-    from agentspec.langchain.retrievers import KnowledgeRetriever, SpeculativeRetriever
+    from agentspec.langchain.retrievers import KnowledgeRetriever
 
 if TYPE_CHECKING:
     from agentspec.langchain.early_tools import EarlyTools
@@ -19,7 +19,6 @@ __all__ = [
     "ChatAgentSpec",
     "EarlyTools",
     "KnowledgeRetriever",
-    "SpeculativeRetriever",
 ]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
-from dataclasses import replace
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, get_buffer_string
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -21,27 +19,20 @@ from pydantic import ConfigDict, Field, SecretStr, field_validator
 
 from agentspec.backends.base import Tokenization
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.background import call_sync, iterate_async, iterate_sync
 from agentspec.client import DEFAULT_MODEL, OWN, SAMPLING, call_of, checked_url, counted, runtime_for
-from agentspec.errors import (
-    ConfigurationError,
-    InvalidRequestError,
-    UpstreamStatusError,
-)
+from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
 from agentspec.langchain import structured_output
 from agentspec.langchain.labels import is_replayed, labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
-from agentspec.protocol.requests import SamplingFields, with_extra
+from agentspec.protocol.requests import SamplingFields
 from agentspec.runtime import Runtime
 from agentspec.step.scope import current_policy
 from agentspec.types import Delta, GenerateRequest, StructuredOutputs
 
 _FIXED = ("base_url", "api_key", "runtime", "timeout", "max_retries")
-_OF_PROMPT = ("chat_template_kwargs", "reasoning_effort")  # further options that shape a prompt
 _NO_ROUTE = (404, 405, 501)
-_REFUSED = (400, 422)
 
 
 class ChatAgentSpec(SamplingFields, BaseChatModel):
@@ -218,24 +209,6 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
         model = current_policy().model or self.model
         return call_sync(_token_ids, self._runtime(model), model, text) if text else []
 
-    def get_num_tokens_from_messages(
-        self,
-        messages: list[BaseMessage],
-        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
-    ) -> int:
-        """How many tokens the prompt of `messages` and `tools` has, as `_prompt_length` says.
-
-        With `custom_get_token_ids` it is LangChain's estimate. Raises as `get_token_ids`.
-        """
-        converted = [convert_to_openai_tool(tool) for tool in tools or ()]
-        if self.custom_get_token_ids is not None:
-            described = (self.get_num_tokens(json.dumps(tool)) for tool in converted)
-            return super().get_num_tokens_from_messages(messages) + sum(described)
-        model = current_policy().model or self.model
-        extra = {"tools": converted, **{name: self.extra_body[name] for name in _OF_PROMPT if name in self.extra_body}}
-        request = with_extra(GenerateRequest(model, messages=to_openai(messages), extra=extra))
-        return call_sync(_prompt_length, self._runtime(model), request, messages)
-
     def _request(
         self,
         messages: list[BaseMessage],
@@ -307,38 +280,10 @@ def _with_one_choice(call: GenerateRequest) -> GenerateRequest:
 
 
 async def _token_ids(runtime: Runtime, model: str, text: str) -> list[int]:
-    """Token ids of `text` as a part of a prompt. Raises what the runtime and an upstream raise."""
+    """Token ids of `text` as a part of a prompt. Raises `ConfigurationError` for a server without a tokenizer."""
     tokenizer = await _tokenization(runtime, model)
-    with _advising():
-        return await tokenizer.tokenize(text)
-
-
-async def _prompt_length(runtime: Runtime, request: GenerateRequest, messages: Sequence[BaseMessage]) -> int:
-    """How many tokens the prompt of `request`, a chat of `messages`, has, ready for the answer. Raises as `_token_ids`.
-
-    A chat template may refuse messages that are only a part of a chat, as those that LangChain's `trim_messages` asks
-    for are. Each then counts as a message of the user's, which is a little more than it is.
-    """
-    if not messages:
-        return 0
-    tokenizer = await _tokenization(runtime, request.model)
-    with _advising():
-        try:
-            return await _rendered_length(tokenizer, request)
-        except (InvalidRequestError, UpstreamStatusError) as error:
-            if isinstance(error, UpstreamStatusError) and error.status not in _REFUSED:
-                raise
-        whole = replace(request, messages=[{"role": "user", "content": get_buffer_string(messages)}])
-        empty = replace(request, messages=[{"role": "user", "content": ""}], tools=())
-        extra = (len(messages) - 1) * await _rendered_length(tokenizer, empty)
-        return await _rendered_length(tokenizer, whole) + extra
-
-
-@contextmanager
-def _advising() -> Iterator[None]:
-    """Around a question to a tokenizer. Raises `ConfigurationError` for a server that has none."""
     try:
-        yield
+        return await tokenizer.tokenize(text)
     except UpstreamStatusError as error:
         if error.status not in _NO_ROUTE:
             raise
@@ -361,10 +306,3 @@ async def _tokenization(runtime: Runtime, model: str) -> Tokenization:
     if not isinstance(backend, Tokenization):
         raise ConfigurationError(f"the model {model!r} shows no tokenizer: set custom_get_token_ids")
     return backend
-
-
-async def _rendered_length(tokenizer: Tokenization, request: GenerateRequest) -> int:
-    chat = (request.messages or (), request.tools, request.template_arguments)
-    if isinstance(tokenizer, ServerTokenization):
-        return len(await tokenizer.rendered_ids(*chat))
-    return len(await tokenizer.tokenize(await tokenizer.render(*chat)))

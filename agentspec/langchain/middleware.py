@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from difflib import get_close_matches
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,10 +27,7 @@ from agentspec.tools import ToolSession
 from agentspec.types import Labels, Usage
 
 R = TypeVar("R")
-_log = logging.getLogger(__name__)
 
-_MOST_STEPS = 1024  # that are compared with the names of policies
-_NEAR = 0.8  # from this ratio on difflib takes one name for a misspelt other
 _TAKE_HEADERS = ("BaseChatOpenAI", "ChatAnthropic")  # their calls take `extra_headers`
 _URL_FIELDS = ("openai_api_base", "anthropic_api_url", "base_url")
 _TOOLS_NODE = "tools"  # what `create_agent` calls the node in which tools run
@@ -73,7 +68,6 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         for given in (self.policy, *self.policies.values()):
             if not isinstance(given, StepPolicy):
                 raise ConfigurationError(f"write a policy as StepPolicy(...), not {given!r}", param="policy")
-        self._met: set[str] = set()  # steps that calls were made in
         self.send_headers = send_headers
         self.early_tools = early_tools if isinstance(early_tools, EarlyTools | None) else EarlyTools(early_tools)
         self.prefill = prefill
@@ -110,19 +104,10 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         with self._as_tool():
             return await self.early_tools.arun(request, handler)
 
-    def _policy_of(self, step: str) -> StepPolicy:
-        """The policy of a step. Warns once of a step without one whose name is nearly that of an unused policy."""
-        if step not in self._met and len(self._met) < _MOST_STEPS:
-            self._met.add(step)
-            near = get_close_matches(step, self.policies.keys() - self._met, n=1, cutoff=_NEAR)
-            if near and step not in self.policies:
-                _log.warning("the step %s has no policy of its own; did you mean it by policies[%r]?", step, near[0])
-        return self.policies.get(step, self.policy).inside(self.policy)
-
     def _scope(self, node: str | None = None) -> tuple[Labels, StepPolicy]:
         """The labels and the policy of what the agent's present node does, or another `node` of it."""
         labels = labels_of_agent(self.workflow, self.session, node=node)
-        return labels, self._policy_of(labels.step or "")
+        return labels, self.policies.get(labels.step or "", self.policy).inside(self.policy)
 
     @contextmanager
     def _as_tool(self, node: str | None = None) -> Iterator[bool]:

@@ -67,6 +67,11 @@ class Replay:
         """Share of steps with at least one accepted token."""
         return sum(bool(nodes.any()) for nodes in self.accepted) / len(self.accepted)
 
+    @property
+    def saved(self) -> float:
+        """Share of the model's steps that would not have been taken: without drafts each token takes one."""
+        return 1 - sum(self.steps) / sum(self.tokens)
+
 
 def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int) -> Replay:
     """Replay `calls` in order with draft trees of at most `budget` tokens."""
@@ -118,33 +123,3 @@ def accepted_nodes(draft: Draft, actual: Tokens) -> NDArray[np.bool_]:
             accepted[index] = True
             node, depth = index, depth + 1
     return accepted
-
-
-@dataclass(frozen=True, slots=True)
-class Savings:
-    """Savings over a whole log.
-
-    A step is one verification, which yields the accepted tokens and one more; without drafts each token takes a step.
-    """
-
-    calls: int
-    tokens: int
-    steps: int
-    tokens_per_step: float
-    drafted_per_step: float
-    hit_rate: float  # share of steps with at least one accepted token
-    saved: float  # share of the model's steps that would not have been taken
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens} tokens of {self.calls} calls in {self.steps} steps of the model: {self.saved:.0%} of its"
-            f" steps saved. {self.tokens_per_step:.2f} tokens a step, {self.drafted_per_step:.1f} drafted;"
-            f" {self.hit_rate:.0%} of the steps have a hit."
-        )
-
-
-def measure(replay: Replay) -> Savings:
-    """The savings of a replay of at least one call."""
-    tokens, steps = sum(replay.tokens), sum(replay.steps)
-    rates = replay.tokens_per_step, replay.drafted_per_step, replay.hit_rate
-    return Savings(len(replay.tokens), tokens, steps, *rates, 1 - steps / tokens)

@@ -1,9 +1,11 @@
-"""Runs each request on the backend of its model, and owns the backends from `start` to `aclose`."""
+"""Runs each request on the backend of its model; builds the backends and strategies, and closes them."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,12 +13,22 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 
 from agentspec.backends.base import Backend, SharesCaches, is_local
-from agentspec.errors import AgentSpecError, NotReadyError, ShuttingDownError
+from agentspec.backends.model_store import require_known
+from agentspec.backends.settings import BackendSettings, EncoderSettings, OpenAISettings
+from agentspec.errors import (
+    AgentSpecError,
+    ConfigurationError,
+    NotReadyError,
+    ShuttingDownError,
+    extra_of,
+    install_advice,
+)
 from agentspec.protocol.requests import with_deadline, with_extra
-from agentspec.runtime.building import build_backend, build_strategies, keep_tenants_apart
+from agentspec.reasoning.settings import StrategySettings
 from agentspec.runtime.model_directory import Aliases, ModelDirectory
 from agentspec.settings.load import Settings
-from agentspec.settings.models import open_fleet
+from agentspec.settings.models import named_model, open_fleet
+from agentspec.settings.server import ServerSettings
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
@@ -24,7 +36,7 @@ if TYPE_CHECKING:
     from agentspec.backends.pool.fleet import Fleet
     from agentspec.cache import SuffixCache
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-    from agentspec.reasoning.strategy import Strategy
+    from agentspec.reasoning.strategy import ModelRef, Strategy
 
 
 MOST_ROUTES = 1024  # names whose routes are remembered: those that only the upstream knows are any number
@@ -109,13 +121,13 @@ class Runtime:
                 if self._closed:
                     raise ShuttingDownError("the runtime is closed")
                 if name not in self._backends and not settings.has_several_servers:
-                    self._backends[name] = build_backend(name, settings, lambda: self.cache)
+                    self._backends[name] = _build_backend(name, settings, lambda: self.cache)
             self.fleet = self.fleet or open_fleet(self.settings, self._backends)
             self._pools = {} if self.fleet is None else self.fleet.backends
             sharing = [one for one in self._all() if isinstance(one, SharesCaches)]
-            keep_tenants_apart(sharing, self.settings.server)
+            _keep_tenants_apart(sharing, self.settings.server)
             self._limit_upstreams()
-            self._strategies = self._strategies or build_strategies(self.settings, self._backend, self._knowledge)
+            self._strategies = self._strategies or _build_strategies(self.settings, self._backend, self._knowledge)
             self._started = True
 
     async def start_for(self, model: str) -> None:
@@ -250,3 +262,92 @@ async def _without_reasoning(answer: AsyncGenerator[Delta]) -> AsyncGenerator[De
     async with aclosing(answer):
         async for delta in answer:
             yield delta.without_reasoning()
+
+
+def _build_backend(name: str, settings: BackendSettings, open_cache: Callable[[], SuffixCache]) -> Backend:
+    """The backend `name`, ready for requests. Blocks until its model is loaded.
+
+    Only backends that draft call `open_cache`. Raises `ConfigurationError` for a package that is missing, and
+    `ModelUnavailableError`.
+    """
+    if isinstance(settings, OpenAISettings):
+        from agentspec.backends.openai import OpenAIBackend
+
+        return OpenAIBackend(settings, name=name)
+    require_known(settings.model)  # before torch is imported, which takes long
+    try:
+        if isinstance(settings, EncoderSettings):
+            from agentspec.backends.torch.embeddings import EncoderBackend
+
+            return EncoderBackend.load(settings)
+        from agentspec.backends.torch import TorchBackend
+    except ModuleNotFoundError as error:
+        if not extra_of(error.name, ["torch"]):
+            raise
+        advice = f"needs the package {error.name!r}; {install_advice('torch')}"
+        raise ConfigurationError(f"backends.{name}, of kind {settings.kind!r}, {advice}") from error
+    return TorchBackend.load(settings, cache=open_cache())
+
+
+def _keep_tenants_apart(upstreams: Sequence[SharesCaches], settings: ServerSettings) -> None:
+    """Give every upstream's backend the salts of the tenants: of several, each needs its own.
+
+    Raises `ConfigurationError` if an upstream that answers cannot do it.
+    """
+    if not upstreams:
+        return
+    from agentspec.backends.openai.isolation import TenantIsolation
+
+    isolation = TenantIsolation(settings.read_secret(), required=len(settings.tenant_names) > 1)
+    for upstream in upstreams:
+        upstream.isolate(isolation)
+
+    async def check() -> None:
+        for upstream in upstreams:
+            await upstream.check_isolation()
+            await upstream.leave_loop()
+
+    if isolation.required:
+        _run_on_own_loop(check)
+
+
+def _build_strategies(
+    settings: Settings, find_backend: Callable[[str], Backend], knowledge: dict[str, KnowledgeBase]
+) -> dict[str, Strategy[Any]]:
+    """The strategies of the settings, prepared, by model name. `find_backend` looks up the backends of their models.
+
+    Knowledge bases that are not in `knowledge` are opened and added to it, each once for all strategies. Raises
+    `ConfigurationError` for a model that cannot play its role.
+    """
+    wanted = {name: model for name, model in settings.models.items() if isinstance(model, StrategySettings)}
+    if not wanted:
+        return {}
+    from agentspec.reasoning.delegation.trace import open_folder
+    from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy, prepare
+
+    def find(name: str) -> ModelRef:
+        backend_name, model = named_model(settings, name)
+        return ModelRef(find_backend(backend_name), model)
+
+    def knowledge_base(name: str) -> KnowledgeBase:
+        if name not in knowledge:
+            from agentspec.reasoning.retrieval.knowledge.folder import open_knowledge
+
+            knowledge[name] = open_knowledge(settings.knowledge[name], name)
+        return knowledge[name]
+
+    dependencies = Dependencies(find, knowledge_base, open_folder(settings.traces))
+    built = {name: open_strategy(name, one, dependencies) for name, one in wanted.items()}
+
+    async def prepare_all() -> None:
+        for strategy in built.values():
+            await prepare(strategy)
+
+    _run_on_own_loop(prepare_all)
+    return built
+
+
+def _run_on_own_loop(make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine to its end on a new event loop, in a thread of its own: this one may have a loop that runs."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(make())).result()

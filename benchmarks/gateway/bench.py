@@ -20,7 +20,6 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.gateway.processes import Bench, running
 from agentspec.benchmarks.gateway.wire import Script, Target
 from agentspec.benchmarks.report import Figure, Progress
-from agentspec.errors import ConfigurationError
 
 MIB = 1 << 20
 PLACES, PLACE_SECONDS = 16, 0.16  # the upstream whose capacity the overload exceeds
@@ -263,17 +262,6 @@ def run_gateway(
             with _processes(plan.streams if name == "streams" else 0) as bench:
                 found.add(MEASURES[name](bench, plan))
     return found
-
-
-def connections_of(text: str) -> tuple[int, ...]:
-    """The numbers in "16,64". Raises `ConfigurationError` for anything else, and for zero or a repeated number."""
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) for part in parts):
-        raise ConfigurationError(f"{text!r} is not a list of numbers of connections: write for instance 16,64")
-    numbers = tuple(int(part) for part in parts)
-    if len(set(numbers)) < len(numbers) or max(numbers) > 10_000:
-        raise ConfigurationError(f"{text!r}: name each number of connections once, at most 10000")
-    return numbers
 
 
 @contextmanager

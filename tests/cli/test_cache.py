@@ -166,11 +166,10 @@ def test_compact_gives_room_back(program, large):
     values = json.loads(program("cache", "compact", "--path", large, "--json").stdout)
     files = sum(file.stat().st_size for file in large.glob(f"{DATABASE}*"))
     assert values["disk_bytes"] < before / 2 and files <= values["disk_bytes"]
-    assert values["freed"] == values["before"] - values["disk_bytes"] > before / 2
     with SuffixCache.open(large) as cache:
         assert cache.stats().sequences == 10
     now = sum(file.stat().st_size for file in large.glob("*.s*"))
-    assert program("cache", "compact", "--path", large).stdout == f"{large}: freed 0 bytes; it takes {now} now\n"
+    assert program("cache", "compact", "--path", large).stdout == f"{large}: takes {now} bytes now\n"
 
 
 def test_compact_is_refused_while_a_server_writes(program, large):

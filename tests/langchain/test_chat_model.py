@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast
 
 import pytest
@@ -12,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumps
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.graph.message import add_messages
-from pydantic import SecretStr, ValidationError
+from pydantic import HttpUrl, SecretStr, ValidationError
 
+from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.background import call_sync
 from agentspec.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -33,7 +36,7 @@ from agentspec.langchain import ChatAgentSpec
 from agentspec.langgraph import label
 from agentspec.protocol.tools import whole_arguments
 from agentspec.runtime import Runtime
-from agentspec.settings.load import Settings
+from agentspec.settings.load import ModelSettings, Settings
 from agentspec.step import report, step, workflow
 from agentspec.testing import Answer, FakeBackend, Scripted
 from agentspec.types import Delta, FinishReason, GenerateRequest, Speculation, StructuredOutputs, Usage
@@ -417,3 +420,39 @@ def test_remote_statuses(server: Any) -> None:
     with pytest.raises(UpstreamStatusError, match="scripted"):
         remote(server).invoke("hi")
     assert len(server.bodies) == 4
+
+
+# Tokens --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_local_model_counts_by_its_own_tokenizer(tiny_model: Path) -> None:
+    runtime = Runtime(Settings(backends={"tiny": TorchSettings(model=str(tiny_model), max_active=1)}))
+    try:
+        model = ChatAgentSpec(model=str(tiny_model), runtime=runtime)
+        assert len(model.get_token_ids("añb")) == model.get_num_tokens("añb") == 4  # its tokens are bytes
+        assert model.get_token_ids("") == []
+        messages: list[BaseMessage] = [SystemMessage("be brief"), HumanMessage("one two three"), HumanMessage("six")]
+        newest = trim_messages(messages, max_tokens=30, token_counter=model)
+        assert newest == messages[1:]
+    finally:
+        call_sync(runtime.aclose)
+
+
+def test_the_tokenizer_of_a_gateway_or_of_one_server_of_a_pool_is_asked(gateway: tuple[str, FakeBackend]) -> None:
+    url, fake = gateway
+    up = OpenAISettings(base_urls=(HttpUrl(url),))
+    pooled = Settings(backends={"up": up}, models={"pooled": ModelSettings(backend="up", upstream_model="fake")})
+    runtime = Runtime(pooled)
+    try:
+        assert ChatAgentSpec(model="pooled", runtime=runtime).get_token_ids("one two") == fake.encode("one two")
+    finally:
+        call_sync(runtime.aclose)
+    assert ChatAgentSpec(model="fake", base_url=url).get_token_ids("one two") == fake.encode("one two")
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_an_endpoint_without_a_tokenizer_says_what_to_set(server: Any, status: int) -> None:
+    server.failures += [status]
+    with pytest.raises(ConfigurationError, match=f"{status}.*custom_get_token_ids"):
+        remote(server).get_num_tokens("one")
+    assert remote(server, custom_get_token_ids=lambda text: [*text.encode()]).get_token_ids("ab") == [97, 98]

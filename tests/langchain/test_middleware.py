@@ -187,16 +187,6 @@ async def test_a_policy_is_the_agents_and_another_a_steps() -> None:
     assert asked == [(2, False, 40, True), (5, False, 40, False)]
 
 
-def test_a_policy_for_a_misspelt_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    model, _ = own(*["ok"] * 4)
-    policies = {"modle": StepPolicy(store=False), "critic": StepPolicy(priority=5)}
-    agent = create_agent(model, [], middleware=[AgentSpecMiddleware(policies=policies)], name="writer")
-    for _ in range(2):
-        agent.invoke(HI)
-    said = [record.message for record in caplog.records if "policies[" in record.message]
-    assert said == ["the step model has no policy of its own; did you mean it by policies['modle']?"]
-
-
 def test_what_is_no_policy_is_refused_where_it_is_written() -> None:
     for given in ({"policy": {"store": False}}, {"policies": {"model": {"store": False}}}):
         with pytest.raises(ConfigurationError, match=r"write a policy as StepPolicy\(\.\.\.\)"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.tokens import Tokens
-from agentspec.recordings.replay import EncodedCall, accepted_nodes, measure, replay, replay_cache
+from agentspec.recordings.replay import EncodedCall, accepted_nodes, replay, replay_cache
 from agentspec.types import Draft
 
 
@@ -91,8 +91,7 @@ def test_acceptance_follows_one_path_of_the_tree() -> None:
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=25))
 def test_the_savings_of_a_log(answers: list[list[int]]) -> None:
     replayed = replay_cache(calls_of(answers), 8)
-    savings = measure(replayed)
-    assert savings.tokens == sum(map(len, answers)) and savings.steps == sum(replayed.steps) <= savings.tokens
-    assert savings.saved == pytest.approx(1 - 1 / savings.tokens_per_step)
-    assert savings.hit_rate * savings.steps == pytest.approx(sum(bool(nodes.any()) for nodes in replayed.accepted))
-    assert f"{savings.saved:.0%} of its steps" in str(savings)
+    steps = sum(replayed.steps)
+    assert sum(replayed.tokens) == sum(map(len, answers)) >= steps
+    assert replayed.saved == pytest.approx(1 - 1 / replayed.tokens_per_step)
+    assert replayed.hit_rate * steps == pytest.approx(sum(bool(nodes.any()) for nodes in replayed.accepted))
