@@ -41,7 +41,7 @@ DOORS = frozenset(
 INNER = frozenset(
     """
     backends.engine_plugin.request_state backends.engine_plugin.rounds backends.engine_plugin.source_contract
-    backends.openai.metrics backends.threads backends.torch.drafters.base backends.torch.drafters.cheap
+    backends.openai.metrics backends.threads backends.torch.drafters.base
     backends.torch.drafters.combined backends.torch.drafters.draft_model backends.torch.embeddings
     backends.torch.engine.cache_session backends.torch.engine.choices backends.torch.engine.delivery
     backends.torch.engine.device_memory backends.torch.engine.engine backends.torch.engine.kv_budget

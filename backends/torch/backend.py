@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from agentspec.backends.base import Capabilities, Floats
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.threads import TenantThreads
-from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
 from agentspec.backends.torch.engine.choices import Choices
@@ -26,7 +25,6 @@ from agentspec.backends.torch.engine.sequence import EngineContext, EngineReques
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.engine.tasks import Tasks, computed, on_own_thread
 from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
-from agentspec.backends.torch.model.device import is_async_device
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
@@ -94,12 +92,14 @@ class TorchBackend(ModelTokens):
             loaded.target,
             self._tokenizer,
             max_draft_tokens=settings.max_draft_tokens,
-            drafters=DrafterFactory(draft_model=small),
+            draft_model=small,
         )
         if settings.max_draft_tokens:
             logger.info("measuring how long forwards of %s take", loaded.name)
             context.governor.cost.calibrate(measure_costs(loaded.target), measure_batches(loaded.target))
-        self._engine = Engine(context, settings, self._open_session, keeps_prefixes=keeps_prefixes)
+        self._engine = Engine(
+            context, settings, lambda one: self._cache_session(one.original, one.prompt), keeps_prefixes=keeps_prefixes
+        )
         self._end_listening = self._cache.on_forget(self._forget)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
@@ -197,7 +197,7 @@ class TorchBackend(ModelTokens):
     async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
         """Store `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""
         if request.store:
-            session = self._cache_session(request, request.token_ids or (), late=False)
+            session = self._cache_session(request, request.token_ids or ())
             await asyncio.to_thread(session.record, token_ids)
 
     @property
@@ -325,16 +325,11 @@ class TorchBackend(ModelTokens):
         """A snapshot of the engine's counters and state."""
         return snapshot(self._engine.context.counters, self._engine.scheduler)
 
-    def _open_session(self, engine_request: EngineRequest) -> CacheSession:
-        request = engine_request.original
-        return self._cache_session(request, engine_request.prompt, late=is_async_device(self.target.device))
-
-    def _cache_session(self, request: GenerateRequest, prompt: Sequence[int], *, late: bool) -> CacheSession:
+    def _cache_session(self, request: GenerateRequest, prompt: Sequence[int]) -> CacheSession:
         request = request if self._stores else replace(request, store=False)
         wanted = request.store or (request.speculation and self.capabilities.speculation)
         namespace, cache = replace(self._namespace, tenant=request.tenant), self._cache if wanted else None
-        decode, health = self._tokenizer.decode, self._cache_health
-        return CacheSession.open(cache, request, prompt, namespace, decode, late=late, health=health)
+        return CacheSession.open(cache, request, prompt, namespace, self._tokenizer.decode, health=self._cache_health)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._loaded.target.vocab_size

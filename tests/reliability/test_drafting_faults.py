@@ -189,7 +189,7 @@ class Broken(Drafter):
 def test_u10_a_draft_model_that_fails_costs_drafts_only(
     loaded: Any, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.backends.torch.drafters.cheap.DrafterFactory.open", lambda *_, **__: Broken())
+    monkeypatch.setattr("agentspec.backends.torch.engine.sequence.SuffixDrafter", lambda *_: Broken())
     answers, stats = generate(loaded, None, count=2)
     assert answers == [plain, plain] and stats.failed == 0 and stats.draft_failures == 2
 

@@ -1,1 +1,1 @@
-"""The local engine's drafters; `DrafterFactory` of `cheap.py` opens the configured ones for each answer."""
+"""The local engine's drafters; `Sequence` opens those of each answer."""

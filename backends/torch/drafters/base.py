@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,16 @@ class Drafter:
     def close(self) -> None:
         """Free the memory of this answer. Idempotent; `propose` is not called afterwards."""
         return None
+
+
+class SuffixDrafter(Drafter):
+    """Asks the token cache: `draft` of the open cache session, which already knows the context."""
+
+    def __init__(self, draft: Callable[[int, float], Draft | None]) -> None:
+        self._draft = draft
+
+    def propose(self, context: Sequence[int], budget: int) -> Draft | None:
+        return self._draft(budget, MIN_PROBABILITY)
 
 
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:

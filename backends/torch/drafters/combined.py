@@ -13,15 +13,11 @@ from agentspec.types import Draft, Source
 class MergedDrafter(Drafter):
     """Merges several drafters' trees: a path that several propose is in it once, with its highest probability."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = tuple(drafters)
+    def __init__(self, *drafters: Drafter) -> None:
+        self._drafters = drafters
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
         return merge(drafter.propose(context, budget) for drafter in self._drafters)
-
-    def close(self) -> None:
-        for drafter in self._drafters:
-            drafter.close()
 
 
 def merge(drafts: Iterable[Draft | None]) -> Draft | None:
@@ -34,13 +30,13 @@ def merge(drafts: Iterable[Draft | None]) -> Draft | None:
     nodes: dict[tuple[int, int], int] = {}
     rows: list[list[float]] = []
     for draft in grown:
-        place: list[int] = []
+        slots: list[int] = []
         for i in range(len(draft)):
             parent = int(draft.parents[i])
-            above = place[parent] if parent >= 0 else -1
+            above = slots[parent] if parent >= 0 else -1
             token, probability = int(draft.tokens[i]), float(draft.probabilities[i])
             node = nodes.setdefault((above, token), len(nodes))
-            place.append(node)
+            slots.append(node)
             row = [token, above, probability, int(draft.match_length[i]), int(draft.source[i])]
             if node == len(rows):
                 rows.append(row)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from agentspec.cache import CacheRequest, SuffixCache
 
-HELD = 16  # while nothing is drafted, the cache gets its tokens in batches of this size: fewer calls
+HELD = 16  # while nothing is drafted, the cache gets its tokens in batches of at least this size: fewer calls
 DRAFT_SECONDS = 0.005  # an index that cannot be read within this time is left out of the draft
 STALL_SECONDS = 2.0  # a call that takes longer means that the cache hangs, on its disk for example
 PAUSE_SECONDS = 10.0  # after that the cache is left alone for so long
@@ -51,16 +51,15 @@ class CacheHealth:
 class CacheSession:
     """Wraps an open cache request; without a cache, every call does nothing.
 
-    The cache learns tokens as they are committed or, if `late`, when `flush_to_cache` is called, which costs no time
-    while the device computes. Tokens that it has not learned yet are passed to `draft` as context.
+    The cache learns committed tokens when `flush_to_cache` is called, which costs no time while a device computes.
+    Until then they are passed to `draft` as context.
 
     Any error of the cache, including its database's, is logged once and closes the session: drafting is optional. While
     `health` says that the cache hangs, it is left alone.
     """
 
-    def __init__(self, request: CacheRequest | None, *, late: bool = False, health: CacheHealth | None = None) -> None:
+    def __init__(self, request: CacheRequest | None, health: CacheHealth | None = None) -> None:
         self._request = request
-        self._late = late
         self._health = health or CacheHealth()
         self._held: list[int] = []
         self._drafted = False  # in this round: then the cache must get the next tokens at once to score its draft
@@ -74,7 +73,6 @@ class CacheSession:
         namespace: Namespace,
         decode: Callable[[Sequence[int]], str] | None = None,
         *,
-        late: bool = False,
         health: CacheHealth | None = None,
     ) -> CacheSession:
         """Open a session for `prompt`. A clean `close` records the answer if the request allows it.
@@ -98,12 +96,10 @@ class CacheSession:
             logger.warning("generating without the token cache: %s", safe_message(error))
             return cls(None)
         health.called(started)
-        return cls(opened, late=late, health=health)
+        return cls(opened, health)
 
     def draft(self, max_tokens: int = 32, min_probability: float = 0.0) -> Draft | None:
         """What follows the committed tokens."""
-        if not self._late:
-            self._release()
         if self._request is None or self._health.paused:
             return None
         self._drafted = True
@@ -113,21 +109,19 @@ class CacheSession:
         )
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add committed tokens. In rounds without a draft they are held back and reach the cache in batches."""
+        """Add committed tokens."""
         self._held.extend(tokens)
-        if not self._late and (self._drafted or len(self._held) >= HELD):
-            self._release()
 
     def flush_to_cache(self) -> None:
-        """Pass the held tokens to the cache if `late`; called while a forward runs, when this costs no time."""
-        if self._late:
+        """Let the cache learn what was added; called once a step. After steps without a draft it does so in batches."""
+        if self._drafted or len(self._held) >= HELD:
             self._release()
 
     def close(self, *, clean: bool, ended: bool = True) -> None:
         """End the session of an answer that finished cleanly (`clean`) and may be shared, or was aborted and stays
         partial. The cache learns that answers end after its last token if it `ended` by itself. Idempotent.
         """
-        if self._health.paused:  # whoever waits for the cache now is not the engine
+        if self._health.paused:  # the engine must not wait for the cache now
             threading.Thread(target=self._end, kwargs={"clean": False}, daemon=True).start()
             return
         self._release()

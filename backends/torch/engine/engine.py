@@ -53,12 +53,13 @@ class Engine:
         self._ended = threading.Event()
         self._thread = compute_thread(context.target.device)
         self._thread.add(self)
+        self.wake = self._thread.wake  # lets the computing thread look for work
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises the errors of `Scheduler.add`, and `EngineStoppedError` once the device failed."""
         self.require_running()
         self.scheduler.add(request)
-        self._thread.wake()
+        self.wake()
 
     def forget(self, reach: Reach) -> None:
         """Reuse nothing any more of what a deletion covers: neither KV slots nor what is read ahead.
@@ -69,12 +70,12 @@ class Engine:
         # between is either marked or stored by then.
         self.scheduler.mark_forgotten(reach)
         self.scheduler.prefix_cache.forget(reach)
-        self._thread.wake()
+        self.wake()
 
     def cancel(self, request: EngineRequest) -> None:
         """Give the request's place to others now; its work ends before the next step. Nothing if it has finished."""
         if self.scheduler.cancel(request):
-            self._thread.wake()
+            self.wake()
 
     def lend(self, slots: int) -> Callable[[], None]:
         """Set KV slots aside for work outside the answers, for which idle ones make room. Only the computing thread may
@@ -88,13 +89,9 @@ class Engine:
 
         def end() -> None:
             give_back()
-            self._thread.wake()
+            self.wake()
 
         return end
-
-    def wake(self) -> None:
-        """Let the computing thread look for work."""
-        self._thread.wake()
 
     def require_running(self) -> None:
         """Raise `EngineStoppedError` once the device failed."""
@@ -104,7 +101,7 @@ class Engine:
     def close(self) -> None:
         """Fail all running and waiting requests with `ShuttingDownError` and free the key/value memory. Idempotent."""
         self.scheduler.closed = True
-        self._thread.wake()
+        self.wake()
         if not self._thread.current:
             self._ended.wait(JOIN_SECONDS)
 
@@ -188,8 +185,9 @@ class Engine:
             self.scheduler.remove(sequence, clean=False)
             self._fail(sequence.request, outcome)
             return
-        if outcome is not None and sequence.request.shares_prompt:
-            self.scheduler.share_prompt(sequence)
+        if outcome is not None and sequence.request.shares_prompt:  # with the other choices of the same request
+            sequence.request.shares_prompt = False
+            self.scheduler.keep(sequence, len(sequence.request.prompt))
         if sequence.finished:
             self.scheduler.remove(sequence, clean=True)
         if outcome is not None:
@@ -292,21 +290,14 @@ def run_forward(scheduled: list[ScheduledSequence], target: TargetModel) -> None
 def draw(scheduled: list[ScheduledSequence]) -> None:
     """Draw all tokens that can be drawn before the commits on the device, and transfer them to the host at once.
 
-    In between, while the device computes, the token cache learns. If the transfer fails, each sequence fetches its own
-    tokens when it commits.
+    In between, while the device computes, the token cache learns.
     """
     for each in scheduled:
         if each.draws:
             isolate_failure(each, each.begin)
     for each in scheduled:
         each.sequence.flush_to_cache()
-    samplers = [each.sequence.sampler for each in scheduled if each.draws and each.error is None]
-    try:
-        fetch(samplers)
-    except Exception as error:
-        if is_device_error(error):
-            raise
-        logger.warning("the draws of %d answers failed, each is tried alone: %s", len(samplers), error_location(error))
+    fetch([each.sequence.sampler for each in scheduled if each.draws and each.error is None])
 
 
 def isolate_failure(each: ScheduledSequence, action: Callable[[], T]) -> T | None:

@@ -104,7 +104,8 @@ class Scheduler:
 
     def __init__(self, context: EngineContext, settings: TorchSettings, *, keeps_prefixes: bool = True) -> None:
         self.active: list[Sequence] = []
-        draft_bytes, room = context.drafters.slot_bytes, settings.max_draft_tokens
+        draft_bytes = 0 if context.draft_model is None else context.draft_model.model.slot_bytes()
+        room = settings.max_draft_tokens
         self.kv_budget = budget_of(context.target, settings.kv_bytes, draft_bytes=draft_bytes, room=room)
         self.kv_budget.allocated = self._allocated
         self.prefix_cache = PrefixCache()
@@ -206,27 +207,20 @@ class Scheduler:
         prompt, but never the last token, which must be computed because its logits are needed.
         """
         capacity = self.kv_budget.needed(request)
-        found = self.reusable(request.tenant, request.prompt[:-1], capacity, reserved_slots=capacity)
+        left = max(0, self.kv_budget.idle_bytes(self.active) - capacity * self.kv_budget.slot_bytes)
+        try:
+            found = self.prefix_cache.find(request.tenant, request.prompt[:-1], capacity, left)
+        except Exception as error:  # no memory for a copy
+            if is_device_error(error):
+                raise
+            logger.warning("a prompt is computed again, since its slots cannot be copied: %s", error_location(error))
+            self.prefix_cache.clear()
+            found = None
         if found is not None and not request.guess:
             self._context.counters.reused_tokens += found.length
             if self.guesses is not None:
                 self.guesses.claim(request)
         return found or self._context.target.new_cache(capacity)
-
-    def reusable(self, tenant: str, tokens: list[int], capacity: int, reserved_slots: int = 0) -> SequenceCache | None:
-        """The slots of the longest cached prefix; None if there are none, or no memory for a copy of them.
-
-        Idle slots leave room for `reserved_slots` that the budget does not know of yet.
-        """
-        left = max(0, self.kv_budget.idle_bytes(self.active) - reserved_slots * self.kv_budget.slot_bytes)
-        try:
-            return self.prefix_cache.find(tenant, tokens, capacity, left)
-        except Exception as error:
-            if is_device_error(error):
-                raise
-            logger.warning("a prompt is computed again, since its slots cannot be copied: %s", error_location(error))
-            self.prefix_cache.clear()
-            return None
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:
         """Remove a sequence, whatever state it is in. If it finished cleanly (`clean`), its KV slots are stored for
@@ -242,7 +236,7 @@ class Scheduler:
         except Exception as error:
             logger.error("an answer was not closed: %s", error_location(error))
         if clean:
-            self._keep(sequence)
+            self.keep(sequence)
 
     def drop_running(self) -> list[EngineRequest]:
         """Drop all sequences of a step that failed as a whole, and return their requests. If none ran, drop those that
@@ -279,12 +273,7 @@ class Scheduler:
                 covered = reach.covers(request.tenant, session, time.time())  # a guess may derive from any text
                 request.forgotten |= covered or (request.guess and reach.concerns(request.tenant))
 
-    def share_prompt(self, sequence: Sequence) -> None:
-        """Copy the prompt's KV slots into the prefix cache for the other choices of the same request."""
-        sequence.request.shares_prompt = False
-        self._keep(sequence, len(sequence.request.prompt))
-
-    def _keep(self, sequence: Sequence, length: int | None = None) -> None:
+    def keep(self, sequence: Sequence, length: int | None = None) -> None:
         """Move the KV slots of a sequence that runs no more into the prefix cache; with `length`, copy those of its
         first tokens.
         """

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters.base import Drafter
-from agentspec.backends.torch.drafters.cheap import DrafterFactory
-from agentspec.backends.torch.drafters.combined import ConstrainedDrafter, PredictionDrafter
-from agentspec.backends.torch.drafters.draft_model import SharedNoiseSampler
+from agentspec.backends.torch.drafters.base import Drafter, SuffixDrafter
+from agentspec.backends.torch.drafters.combined import ConstrainedDrafter, MergedDrafter, PredictionDrafter
+from agentspec.backends.torch.drafters.draft_model import DraftModel, SharedNoiseSampler
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate, accept_path
 from agentspec.backends.torch.engine.stats import Counters
@@ -152,7 +151,7 @@ class EngineContext:
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
-    drafters: DrafterFactory = field(default_factory=DrafterFactory)
+    draft_model: DraftModel | None = None
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
     drawing: int = 1  # answers that the present step draws for
 
@@ -219,8 +218,12 @@ class Sequence:
 
     def _open_drafter(self) -> Drafter:
         context, request, constraints = self._context, self.request, self.sampler.constraints
-        noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
-        drafter = context.drafters.open(self._session.draft, self._prediction, noise, context.token_seconds)
+        drafter: Drafter = SuffixDrafter(self._session.draft)
+        if self._prediction is not None:
+            drafter = MergedDrafter(drafter, self._prediction)
+        if context.draft_model is not None:
+            noise = SharedNoiseSampler(request.sampling, self.seed, request.constraints.choice)
+            drafter = context.draft_model.gated(drafter, noise, context.token_seconds)
         grammar = None if constraints is None else constraints.grammar
         return drafter if grammar is None else ConstrainedDrafter(drafter, grammar)
 

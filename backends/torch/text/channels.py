@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentspec.backends.torch.text.tool_markup import MarkupFormat, MarkupParser, Pieces
@@ -14,6 +14,7 @@ from agentspec.text import partial_end
 Parts = tuple[str, Pieces]  # the thoughts and the other pieces that some text adds
 ENDS: Final = re.compile(r"<\|(?:end|call|return|start)\|>")
 MESSAGE: Final = "<|message|>"
+_RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
 HARMONY: Final = MarkupFormat(
     "harmony",
     "<|channel|>",
@@ -27,20 +28,68 @@ HARMONY: Final = MarkupFormat(
 
 
 @dataclass(slots=True)
+class JsonScanner:
+    """Finds where an object ends as its text arrives, and where the first object or list inside it begins and ends.
+
+    `broken` says that the brackets so far do not match; nothing else is checked. `text` is what was read as long as it
+    was `stored`.
+    """
+
+    count: int = 0  # of the characters read
+    inner: int | None = None
+    inner_end: int | None = None
+    complete: bool = False
+    broken: bool = False
+    text: str = ""
+    _closings: list[str] = field(default_factory=list)
+    _quoted: bool = False
+    _escaped: bool = False
+
+    def feed(self, text: str, *, stored: bool = True) -> int:
+        """Take the characters of `text` that belong to the object; returns how many there were."""
+        taken = 0
+        while taken < len(text) and not (self.complete or self.broken):
+            self._take(text[taken])
+            taken += 1
+        if stored:
+            self.text += text[:taken]
+        return taken
+
+    def _take(self, character: str) -> None:
+        if self._quoted:
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._quoted = True
+        elif character in "{[":
+            if len(self._closings) == 1 and self.inner is None:
+                self.inner = self.count
+            self._closings.append("}" if character == "{" else "]")
+        elif character in "}]":
+            self.broken = self._closings.pop() != character
+            self.complete = not (self.broken or self._closings)
+            if len(self._closings) == 1 and self.inner_end is None:
+                self.inner_end = self.count + 1
+        self.count += 1
+
+
+@dataclass(slots=True)
 class HarmonyParser:
     """Reads messages of a header, which names a channel and perhaps a recipient, and a body, up to a mark.
 
-    What the model says in the channel `analysis` are thoughts; what it says to a function is a call, passed on whole.
+    What the model says in the channel `analysis` are thoughts; what it says to a function are the arguments of a call.
     """
 
     calls: MarkupParser
     _held: str = ""
     _header: str | None = None  # of the message whose body is read, empty for text; None where a header is expected
     _read: bool = False  # whether there was a message
+    _object: JsonScanner | None = None  # of the call that is read
 
     @property
     def cut(self) -> bool:
-        return False
+        """Whether the arguments of the last call are not whole."""
+        return self._object is not None and not self._object.complete
 
     def feed(self, text: str) -> Parts:
         self._held += text
@@ -54,7 +103,7 @@ class HarmonyParser:
         thoughts, pieces = list[str](), Pieces()
         if self._header is None:
             pieces += [self._held] if self._held.strip() or not self._read else []
-        elif not self._call(self._held, pieces):
+        else:
             self._say(self._held, thoughts, pieces)
         self._held = ""
         return "".join(thoughts), pieces
@@ -62,19 +111,36 @@ class HarmonyParser:
     def _step(self, thoughts: list[str], pieces: Pieces) -> bool:
         if self._header is None:
             return self._head(pieces)
-        called = "to=functions." in self._header
-        for end in ENDS.finditer(self._held):
-            if called and not self._call(self._held[: end.start()], pieces):
-                continue  # the mark stands in a text among the arguments
-            if not called:
-                self._say(self._held[: end.start()], thoughts, pieces)
+        if recipient := _RECIPIENT.search(self._header):
+            return self._arguments(recipient[1], pieces)
+        end = ENDS.search(self._held)
+        if end is not None:
+            self._say(self._held[: end.start()], thoughts, pieces)
             self._held, self._header = self._held[end.end() :], None
             return bool(self._held)
-        if not called:
-            longest = max(partial_end(self._held, mark) for mark in HARMONY.markers)
-            self._say(self._held[: len(self._held) - longest], thoughts, pieces)
-            self._held = self._held[len(self._held) - longest :]
+        longest = max(partial_end(self._held, mark) for mark in HARMONY.markers)
+        self._say(self._held[: len(self._held) - longest], thoughts, pieces)
+        self._held = self._held[len(self._held) - longest :]
         return False
+
+    def _arguments(self, name: str, pieces: Pieces) -> bool:
+        """Pass on the arguments of a call, which end with their object; a message to a function without any is text."""
+        if self._object is None:
+            self._held = self._held.lstrip()
+            if self._held[:1] not in ("", "{"):
+                self._header = ""
+            elif self._held:
+                self._object = JsonScanner()
+                pieces += self.calls.called(name, "")
+            return bool(self._held)
+        if not self._object.complete and (taken := self._object.feed(self._held, stored=False)):
+            pieces += self.calls.more(self._held[:taken])
+            self._held = self._held[taken:]
+        elif (end := ENDS.search(self._held)) is not None:  # what lies behind the object is no part of it
+            self._held, self._header, self._object = self._held[end.end() :], None, None
+        else:
+            return False
+        return bool(self._held)
 
     def _head(self, pieces: Pieces) -> bool:
         """Read a header; what does not look like one is text."""
@@ -95,17 +161,6 @@ class HarmonyParser:
         elif text:
             pieces.append(text)
 
-    def _call(self, body: str, pieces: Pieces) -> bool:
-        recipient = re.search(r"to=functions\.([\w.-]+)", self._header or "")
-        try:
-            arguments = json.loads(body, strict=False) if recipient else None
-        except (ValueError, RecursionError):
-            arguments = None
-        if recipient is None or not isinstance(arguments, dict):
-            return False
-        pieces += self.calls.called(recipient[1], arguments)
-        return True
-
 
 @dataclass(slots=True)
 class TemplateParser:
@@ -117,10 +172,6 @@ class TemplateParser:
     calls: MarkupParser
     _unread: str = ""  # what may yet turn out to be no call
     _broken: bool = False
-
-    @property
-    def cut(self) -> bool:
-        return False
 
     def feed(self, text: str) -> Parts:
         thoughts, pieces = list[str](), Pieces()
@@ -147,7 +198,9 @@ class TemplateParser:
                 self._unread = ""
                 for called in event["value"] if isinstance(event["value"], list) else [event["value"]]:
                     name, given = called["function"]["name"], called["function"]["arguments"]
-                    pieces += self.calls.called(name, json.loads(given) if isinstance(given, str) else given)
+                    pieces += self.calls.called(
+                        name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+                    )
             elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
                 self._unread = self._unread.partition(event["text"])[2]
                 (pieces if event["field"] == "content" else thoughts).append(event["text"])

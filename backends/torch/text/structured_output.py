@@ -162,7 +162,8 @@ class OutputParser:
             extra["tool_calls"] = calls
         answer = "".join(piece for piece in pieces if isinstance(piece, str))
         finish = delta.finish_reason
-        whole = self._called and not (self._calls is not None and self._calls.cut)  # by a stop string, for example
+        cut = getattr(self._calls or self._reasoning, "cut", False)  # within a call, by a stop string for example
+        whole = self._called and not cut
         if finish == "stop" and whole and not self.spec.named:
             finish = "tool_calls"  # for a named tool, OpenAI reports "stop"
         return replace(delta, text=answer, extra={**delta.extra, **extra}, finish_reason=finish)

@@ -272,7 +272,6 @@ class MarkupParser:
     schemas: Schemas
     parallel: bool = True
     calls: int = 0
-    cut: bool = False  # no call is ever passed on in part
     _held: str = ""  # text not parsed yet
     _begun: bool = False  # whether there was any text but blanks
     _tried: int = 0  # up to where closings of the call that is held were tried
@@ -292,7 +291,7 @@ class MarkupParser:
         held, self._held = self._held, ""
         read = python_calls(held) if self.format.bare and not self._begun else None
         if read and {name for name, _ in read} <= self.schemas.keys():
-            return [piece for call in read for piece in self.called(*call)]
+            return [piece for name, given in read for piece in self.called(name, written(given))]
         over = self.calls and not self._begun and self.format.around[1].startswith(held.strip())
         return [held] if held and not over else []
 
@@ -334,18 +333,31 @@ class MarkupParser:
             self._tried = end + 1
             if (call := format.read(begin[len(format.opening) : end], self.schemas)) is not None:
                 self._held, self._tried, self._begun = begin[end + len(format.closing) :], 0, False
-                pieces += self.called(*call)
+                pieces += self.called(call[0], written(call[1]))
                 return bool(self._held)
         self._tried = max(self._tried, len(begin) - len(format.closing))
         return False
 
-    def called(self, name: str, arguments: Any) -> Pieces:
+    def called(self, name: str, arguments: str) -> Pieces:
+        """The pieces that begin a call."""
         self.calls += 1
-        if self.calls > 1 and not self.parallel:
-            return []
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        index = self.calls - 1
-        return [{"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}]
+        function = {"name": name, "arguments": arguments}
+        call = {
+            "index": self.calls - 1,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": function,
+        }
+        return [call] if self.parallel or self.calls == 1 else []
+
+    def more(self, arguments: str) -> Pieces:
+        """The pieces that go on with the last call."""
+        more = {"index": self.calls - 1, "function": {"arguments": arguments}}
+        return [more] if self.parallel or self.calls == 1 else []
+
+
+def written(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 QWEN: Final = MarkupFormat(

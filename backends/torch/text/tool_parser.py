@@ -7,11 +7,10 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from io import SEEK_END, StringIO
 from typing import Any, Final, Literal
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
-from agentspec.backends.torch.text.channels import HARMONY
+from agentspec.backends.torch.text.channels import HARMONY, JsonScanner
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tool_markup import (
     DEEPSEEK,
@@ -29,124 +28,6 @@ from agentspec.backends.torch.text.tool_markup import (
 )
 from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
-
-
-@dataclass(slots=True)
-class JsonObjectParser:
-    """Follows one object character by character and notes where the values of its own keys begin and end.
-
-    It does not check what is inside the values. Of a key that comes twice the first value counts, which may have been
-    passed on already. `broken` says that the brackets so far do not match. Reading takes time in proportion to what is
-    written, however many pieces it comes in.
-    """
-
-    complete: bool = False
-    broken: bool = False
-    _text: StringIO = field(default_factory=StringIO)
-    _length: int = 0
-    _stack: list[str] = field(default_factory=list)
-    _quoted: bool = False
-    _escaped: bool = False
-    _string_at: int = 0
-    _key: str | None = None
-    _expects_value: bool = False
-    _spans: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # of values, without blanks before them
-
-    def feed(self, text: str) -> int:
-        """Take the characters of `text` that belong to the object; returns how many there were."""
-        for count, character in enumerate(text):
-            if self.complete or self.broken:
-                return count
-            self._take(character)
-        return len(text)
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self._spans)
-
-    def begin(self, key: str) -> int | None:
-        """Where the value of `key` begins in the text; None if it has not."""
-        begin, end = self._spans.get(key, (0, 0))
-        return begin if begin < (self._length if end is None else end) else None
-
-    def text(self, begin: int = 0, end: int | None = None) -> str:
-        self._text.seek(begin)
-        part = self._text.read(-1 if end is None else end - begin)
-        self._text.seek(0, SEEK_END)
-        return part
-
-    def value(self, key: str, start: int = 0) -> str:
-        """The value of `key` so far, from character `start` on, as JSON text; empty if it has not begun."""
-        begin, end = self._spans.get(key, (0, 0))
-        return self.text(begin + start) if end is None else self.text(begin + start, max(begin + start, end)).rstrip()
-
-    def ended(self, key: str) -> bool:
-        return self._spans.get(key, (0, None))[1] is not None
-
-    def string(self, key: str) -> str | None:
-        """The value of `key` if it is a complete string; else None."""
-        return _string(self.value(key)) if self.ended(key) else None
-
-    def _take(self, character: str) -> None:
-        self._text.write(character)
-        self._length += 1
-        if self._quoted:
-            self._inside_string(character)
-        elif character == '"':
-            self._quoted, self._string_at = True, self._length - 1
-        elif character in "{[":
-            self._stack.append("}" if character == "{" else "]")
-        elif character in "}]":
-            self._close(character)
-        elif len(self._stack) == 1:
-            self._separate(character)
-
-    def _inside_string(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._quoted = False
-            if len(self._stack) == 1 and not self._expects_value:
-                self._key = _string(self.text(self._string_at))
-            self._maybe_end_value()
-
-    def _separate(self, character: str) -> None:
-        if character == ":" and not self._expects_value and self._key is not None:
-            self._expects_value = True
-            self._spans.setdefault(self._key, (self._length, None))
-        elif character == ",":
-            if self._key is not None and self._expects_value:
-                begin, end = self._spans[self._key]
-                self._spans[self._key] = (begin, end or self._length - 1)
-            self._key, self._expects_value = None, False
-        elif self._expects_value and character.isspace() and self._key is not None:
-            begin, end = self._spans[self._key]
-            self._spans[self._key] = (begin + (begin == self._length - 1), end)
-
-    def _close(self, character: str) -> None:
-        if not self._stack or self._stack.pop() != character:
-            self.broken = True
-        elif self._stack:
-            self._maybe_end_value()
-        else:
-            self._separate(",")
-            self.complete = True
-
-    def _maybe_end_value(self) -> None:
-        """End the value here if it belongs to one of the object's own keys; blanks that follow are no part of it."""
-        if len(self._stack) == 1 and self._expects_value and self._key is not None:
-            begin, end = self._spans[self._key]
-            self._spans[self._key] = (begin, end or self._length)
-
-
-def _string(written: str) -> str | None:
-    try:
-        value = json.loads(written)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +146,11 @@ def tool_format(tokenizer: Any, *, required: bool = True) -> Format | None:
 
 OutputPiece = str | dict[str, Any]  # text, or an entry of OpenAI's `tool_calls` in a delta
 _NAME = re.compile(r"[\w.-]+")  # of a function, or an id
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+)  # behind it arguments begin
+_FIRST = re.compile(rf"\{{\s*({_STRING})\s*:\s*({_STRING})?")  # an object's first key, and its value if that is a text
 _CALL_KEYS = frozenset({"name", "type", "id"})
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -274,7 +160,8 @@ ParserState = Literal["text", "between", "object", "closing"]
 
 @dataclass(slots=True)
 class ToolCallParser:
-    """Splits an answer into text and tool calls as it arrives: a call's name first, then its arguments in pieces.
+    """Splits an answer into text and tool calls as it arrives: a call's name first, then its arguments in pieces. A
+    call whose arguments come before its name, or as a text, comes whole.
 
     Text that only looked like a call is passed on as text. The joined result does not depend on how the text was cut
     into pieces. Without `parallel`, only the first call counts.
@@ -288,11 +175,11 @@ class ToolCallParser:
     _held: str = ""  # text not parsed yet
     _raw: list[str] = field(default_factory=list)  # of the current call but its object: it may still be no call
     _fresh: bool = True  # whether only blanks came since the beginning or since the last call
-    _object: JsonObjectParser = field(default_factory=JsonObjectParser)
+    _object: JsonScanner = field(default_factory=JsonScanner)
     _name: str | None = None  # the call's name, if the format writes it before the arguments
     _id: str | None = None  # and its id; empty until it comes
     _ids: set[str] = field(default_factory=set)
-    _sent: int | None = None  # characters of the arguments passed on; None until the name was passed on
+    _called: bool = False  # whether the client was sent a part of the call that is read
 
     def feed(self, text: str) -> list[OutputPiece]:
         """The pieces that `text` adds to the answer."""
@@ -318,18 +205,13 @@ class ToolCallParser:
 
     def _unparsed(self) -> str:
         """The text of what may be no call, without what ended the call before it."""
-        raw = "".join([*self._raw, self._object.text() if self._state == "object" else ""])
+        raw = "".join([*self._raw, self._object.text if self._state == "object" else ""])
         return raw.lstrip(self._separators.replace("[", "")) if self.calls else raw
 
     @property
-    def _called(self) -> bool:
-        """Whether the client has already been sent a part of the call that is read."""
-        return self._state == "object" and self._sent is not None
-
-    @property
     def cut(self) -> bool:
-        known = not self.format.named and any(self._object.ended(key) for key in _ARGUMENTS)
-        return self._called and not known
+        """Whether the arguments of the call that is read are not whole yet."""
+        return self._called and (self._name is not None or self._object.inner_end is None)
 
     @property
     def _separators(self) -> str:
@@ -371,7 +253,7 @@ class ToolCallParser:
             if marker.startswith(rest):
                 return False
         if rest[0] == "{":
-            self._object, self._sent, self._state = JsonObjectParser(), None, "object"
+            self._object, self._state = JsonScanner(), "object"
             return True
         name = _NAME.match(rest)
         if self.format.name != "mistral" or name is None or (self._name is not None and self._id != ""):
@@ -386,33 +268,71 @@ class ToolCallParser:
 
     def _inside(self, pieces: list[OutputPiece]) -> bool:
         """Parse inside a call's object, which may still turn out to be no call."""
-        self._held = self._held[self._object.feed(self._held) :]
-        self._report(pieces)
-        if self._object.broken or (self._sent is None and (self._object.complete or self._foreign)):
+        scanner, start = self._object, self._object.count
+        took = scanner.feed(self._held, stored=not self._called)
+        fresh, self._held = self._held[:took], self._held[took:]
+        if self._called:
+            self._send(pieces, fresh[: max(0, self._end - start)])
+        elif self._name is not None:
+            self._begin(pieces, self._name, scanner.text)
+        elif scanner.inner is not None and (head := _HEAD.fullmatch(scanner.text, 0, scanner.inner)):
+            name = json.loads(head[1])
+            if name and not self._foreign:
+                self._begin(pieces, name, scanner.text[scanner.inner : self._end])
+        if scanner.complete and not self._called and (call := self._whole()) is not None:
+            self._begin(pieces, *call)
+        if scanner.broken or (not self._called and (scanner.complete or self._foreign)):
             return self._give_up(pieces)
-        if self._object.complete:
-            self._raw, self._name, self._id, self._fresh = [], None, None, True
+        if scanner.complete:
+            self._raw, self._name, self._id, self._fresh, self._called = [], None, None, True, False
             self._state = "closing" if self.format.closing else "between"
-        return self._object.complete
+        return scanner.complete
 
-    def _report(self, pieces: list[OutputPiece]) -> None:
-        name, begins = self._name, self._sent is None
-        if begins:
-            name = name or self._object.string("name")
-            if not name or self._foreign:
-                return
-        arguments = self._arguments(self._sent or 0)
-        if not arguments:
-            return
-        self.calls += begins
-        self._sent = (self._sent or 0) + len(arguments)
-        index = self.calls - 1
-        if index and not self.parallel:
-            return
-        if begins:
+    @property
+    def _end(self) -> int:
+        """Up to where the arguments are read, as a place in the object."""
+        end = None if self._name is not None else self._object.inner_end
+        return self._object.count if end is None else end
+
+    def _begin(self, pieces: list[OutputPiece], name: str, arguments: str) -> None:
+        self.calls, self._called = self.calls + 1, True
+        if self.parallel or self.calls == 1:
             function = {"name": name, "arguments": ""}
-            pieces.append({"index": index, "id": self._new_id(), "type": "function", "function": function})
-        pieces.append({"index": index, "function": {"arguments": arguments}})
+            pieces.append({"index": self.calls - 1, "id": self._new_id(), "type": "function", "function": function})
+        self._send(pieces, arguments)
+
+    def _send(self, pieces: list[OutputPiece], arguments: str) -> None:
+        if arguments and (self.parallel or self.calls == 1):
+            pieces.append({"index": self.calls - 1, "function": {"arguments": arguments}})
+
+    def _whole(self) -> tuple[str, str] | None:
+        """The name and arguments of a call that is all there; of a key that comes twice the first value counts."""
+        try:
+            read = json.loads(self._object.text, strict=False, object_pairs_hook=_first_values)
+        except (ValueError, RecursionError):
+            return None
+        keys = [*read]
+        before = keys[: min((keys.index(key) for key in _ARGUMENTS if key in keys), default=len(keys))]
+        name, bare = read.get("name"), self.format.bare
+        if (
+            not isinstance(name, str)
+            or not name
+            or (bare and not (name in self.names and _CALL_KEYS.issuperset(before)))
+        ):
+            return None
+        if len(before) == len(keys):
+            return None if bare else (name, "{}")
+        given = read[keys[len(before)]]
+        return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether a bare object begins as no call does: with another key, or with the name of no function."""
+        first = _FIRST.match(self._object.text) if self.format.bare else None
+        if first is None:
+            return False
+        key, value = json.loads(first[1]), None if first[2] is None else json.loads(first[2])
+        return key not in (*_CALL_KEYS, *_ARGUMENTS) or (key == "name" and value not in (None, *self.names))
 
     def _new_id(self) -> str:
         """The id that the model wrote, if the client may send it back and no other call has it; else a new one."""
@@ -424,28 +344,10 @@ class ToolCallParser:
         self._ids.add(id)
         return id
 
-    @property
-    def _foreign(self) -> bool:
-        """Whether a bare object is an answer in JSON and no call: it has an unknown name or begins with other keys."""
-        name, keys = self._object.string("name"), self._object.keys
-        before = keys[: min((keys.index(key) for key in _ARGUMENTS if key in keys), default=len(keys))]
-        return self.format.bare and (name not in (None, *self.names) or not _CALL_KEYS.issuperset(before))
-
-    def _arguments(self, sent: int) -> str:
-        if self._name is not None:
-            return self._object.text(sent)
-        given = {key: begin for key in _ARGUMENTS if (begin := self._object.begin(key)) is not None}
-        if not given:
-            return "{}"[sent:] if self._object.complete and not self.format.bare else ""
-        key = min(given, key=given.__getitem__)  # the first in the text
-        if self._object.text(given[key], given[key] + 1) != '"':
-            return self._object.value(key, sent)
-        return "" if sent else self._object.string(key) or ""  # the model wrote the JSON inside a string
-
     def _give_up(self, pieces: list[OutputPiece]) -> bool:
         """This was no call: pass on its first character as text, and parse again from the second."""
         whole = ("" if self._called else self._unparsed()) + self._held
-        self._raw, self._name, self._id = [], None, None
+        self._raw, self._name, self._id, self._called = [], None, None, False
         pieces.append(whole[:1])
         self._held, self._fresh, self._state = whole[1:], False, "text"
         return True
@@ -457,6 +359,13 @@ class ToolCallParser:
             return False
         self._held, self._state = rest.removeprefix(self.format.closing), "text"
         return True
+
+
+def _first_values(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        found.setdefault(key, value)
+    return found
 
 
 def joined(pieces: Sequence[OutputPiece]) -> list[OutputPiece]:

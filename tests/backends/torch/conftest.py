@@ -43,7 +43,7 @@ from transformers import (
 
 import agentspec.backends.torch
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.backends.torch.drafters.cheap import DrafterFactory
+from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.engine import run_step
 from agentspec.backends.torch.engine.scheduler import plan_step
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
@@ -276,13 +276,13 @@ class Lab:
         kv_cache: SequenceCache | None = None,
         governor: Governor | None = None,
         max_draft: int = 48,
-        drafters: DrafterFactory | None = None,
+        draft_model: DraftModel | None = None,
         **options: Any,
     ) -> Outcome:
         """Generate one answer; `options` as `Ask` has them."""
-        ask = Ask(prompt, sampling, script, speculates=drafters is not None, **options)
+        ask = Ask(prompt, sampling, script, speculates=draft_model is not None, **options)
         knobs: dict[str, Any] = {"governor": governor, "max_draft": max_draft, "kv_cache": kv_cache}
-        return self.run_batch([ask], **knobs, drafters=drafters)[0]
+        return self.run_batch([ask], **knobs, draft_model=draft_model)[0]
 
     def run_each(
         self, prompt: Sequence[int], sampling: SamplingParams, scripts: Iterable[Script | None], **options: Any
@@ -297,7 +297,7 @@ class Lab:
         governor: Governor | None = None,
         max_draft: int = 48,
         kv_cache: SequenceCache | None = None,
-        drafters: DrafterFactory | None = None,
+        draft_model: DraftModel | None = None,
         between: Callable[[list[EngineSequence]], None] = lambda sequences: None,
     ) -> list[Outcome]:
         """Generate all answers through the engine's own steps, verifying every draft of their scripts.
@@ -311,7 +311,7 @@ class Lab:
             governor=governor or EagerGovernor(),
             max_draft_tokens=max_draft,
             free_memory=no_forward_fails,
-            drafters=drafters or DrafterFactory(),
+            draft_model=draft_model,
             draws_ahead=self.draws_ahead,
         )
         sequences = [ask.begin(context, kv_cache if len(asks) == 1 else None) for ask in asks]

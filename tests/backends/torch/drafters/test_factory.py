@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.cost import CostModel
@@ -68,33 +67,25 @@ def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, DraftMo
     }
 
 
-OFTEN = ("suffix", "all", "another family", "through text")
-PARTS = ("prediction", "close", "itself")  # of which the others are made, or like them
+@pytest.fixture(params=["cache", "prediction", "close", "another family", "through text"])
+def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]) -> tuple[str, DraftModel | None]:
+    """What drafts: the cache, also a prediction, and also a draft model."""
+    return request.param, small_models.get(request.param)
 
 
-@pytest.fixture(params=[*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in PARTS)])
-def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]) -> DrafterFactory:
-    name = request.param
-    if name in small_models:
-        return DrafterFactory(("model",), small_models[name])
-    return DrafterFactory(("suffix", "prediction", "model") if name == "all" else (name,), small_models["close"])
-
-
-def test_every_drafter_gives_the_oracles_answer(
-    lab: Any, ask_of: Any, tree_of: Any, drafting: DrafterFactory, slow: Any
-) -> None:
-    model, samplings = drafting.draft_model, SAMPLINGS
-    if model is not None and model.tokenizers is not None:  # which needs answers that are text
+def test_every_drafter_gives_the_oracles_answer(lab: Any, ask_of: Any, tree_of: Any, drafting: Any, slow: Any) -> None:
+    (name, model), samplings = drafting, SAMPLINGS
+    if name == "through text":  # which needs answers that are text
         samplings = tuple(replace(one, logit_bias=dict.fromkeys(range(128, 259), -100.0)) for one in SAMPLINGS)
     wants = [lab.oracle(PROMPT, sampling, max_tokens=24, stop_ids=()) for sampling in samplings]
     asks = [
         ask_of(
-            PROMPT, sampling, partly_knowing([*PROMPT, *want], tree_of), max_tokens=24, stop_ids=(),
-            prediction=[*want[:9], 1, *want[9:]],
+            PROMPT, sampling, partly_knowing([*PROMPT, *want], tree_of) if model is None else (lambda *_: None),
+            max_tokens=24, stop_ids=(), prediction=None if name == "cache" else [*want[:9], 1, *want[9:]],
         )
         for sampling, want in zip(samplings, wants, strict=True)
     ]  # fmt: skip
-    outcomes = lab.run_batch(asks, drafters=drafting, governor=slow)
+    outcomes = lab.run_batch(asks, draft_model=model, governor=slow)
     for sampling, got, want in zip(samplings, outcomes, wants, strict=True):
         lab.require_same(PROMPT, sampling, got.tokens, want)
         assert not lab.divergences and got.speculation.drafted > 0
@@ -112,13 +103,13 @@ def partly_knowing(whole: list[int], tree_of: Any) -> Any:
 
 @pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.long)])
 def test_over_many_seeds_answers_have_the_targets_distribution(
-    lab: Any, ask_of: Any, drafting: DrafterFactory, seeds: int, slow: Any
+    lab: Any, ask_of: Any, drafting: Any, seeds: int, slow: Any
 ) -> None:
     """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""
     plain = SamplingParams(temperature=1.0, top_k=4, seed=0)
     options: dict[str, Any] = {"max_tokens": 4, "stop_ids": (), "prediction": [1, 2]}
     asks = [ask_of(PROMPT, replace(plain, seed=seed), **options) for seed in range(seeds)]
-    outcomes = lab.run_batch(asks, drafters=drafting, governor=slow)
+    outcomes = lab.run_batch(asks, draft_model=drafting[1], governor=slow)
     counted = Counter(tuple(got.tokens[:2]) for got in outcomes)
     expected = {
         (a, b): seeds * p * q
@@ -149,8 +140,8 @@ def test_a_close_model_saves_steps_and_itself_more(lab: Any, small_models: dict[
     """Coupled draws: at temperature 1 too, the target accepts what an equal model drew."""
     sampling, steps = SamplingParams(temperature=1.0, seed=11), {}
     for name in ("close", "itself"):
-        drafting = DrafterFactory(("model",), small_models[name])
-        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), drafters=drafting, governor=slow)
+        model = small_models[name]
+        outcome = lab.run(PROMPT, sampling, max_tokens=40, stop_ids=(), draft_model=model, governor=slow)
         steps[name] = outcome.speculation.steps
     assert steps["itself"] <= steps["close"] < 40
     assert steps["itself"] < 25
@@ -162,6 +153,5 @@ def test_a_draft_model_that_computes_nonsense_changes_nothing(
     model, sampling = small_models["close"].model, SAMPLINGS[1]
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda *args: broken(forward(*args)))
-    drafting = DrafterFactory(("model",), small_models["close"])
-    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), drafters=drafting, governor=slow)
+    got = lab.run(PROMPT, sampling, max_tokens=20, stop_ids=(), draft_model=small_models["close"], governor=slow)
     lab.require_same(PROMPT, sampling, got.tokens, lab.oracle(PROMPT, sampling, max_tokens=20, stop_ids=()))

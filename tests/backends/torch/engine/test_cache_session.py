@@ -60,21 +60,24 @@ def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: Suff
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_late_or_not_the_cache_ends_with_the_same(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_the_same_whenever_the_cache_learns(clean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of a text that was said before, what is counted of them, and what others see in the end."""
     monkeypatch.setattr(cache_session, "DRAFT_SECONDS", 60.0)  # on a busy machine
     seen = []
-    for late in (False, True):
+    for early in (False, True):
         with SuffixCache.open() as cache:
+            drafts = list[list[int]]()
             for _ in range(2):
-                request = GenerateRequest("m", token_ids=PROMPT)
-                memory, drafts = CacheSession.open(cache, request, PROMPT, SPACE, late=late), list[list[int]]()
+                session = opened(cache)
                 for start in range(0, len(ANSWER), 4):
-                    draft = memory.draft(3)
+                    draft = session.draft(3)
                     drafts.append([] if draft is None else draft.tokens.tolist())
-                    memory.flush_to_cache()
-                    memory.extend(ANSWER[start : start + 4])
-                memory.close(clean=clean)
+                    if not early:
+                        session.flush_to_cache()
+                    session.extend(ANSWER[start : start + 4])
+                    if early:
+                        session.flush_to_cache()
+                session.close(clean=clean)
             seen.append((drafts, replace(cache.stats(), memory_bytes=0)))
     assert seen[0] == seen[1] and (seen[0][1].accepted >= 24) == clean
 

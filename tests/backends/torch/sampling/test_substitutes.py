@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.backends.torch.drafters.cheap import DrafterFactory
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate
 from agentspec.backends.torch.engine.stats import Counters
@@ -36,8 +35,8 @@ def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def answered(
     lab: Any, model: Any, sampling: SamplingParams, acceptance: LossyAcceptance | None = None, **options: Any
 ) -> Any:
-    factory = DrafterFactory(("model",), DraftModel("other", model))
-    return lab.run(PROMPT, sampling, drafters=factory, request={"acceptance": acceptance}, **options)
+    small = DraftModel("other", model)
+    return lab.run(PROMPT, sampling, draft_model=small, request={"acceptance": acceptance}, **options)
 
 
 def test_typical_tokens_are_taken_and_counted(lab: Any, other: Any) -> None:

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.text.structured_output import OutputParserSpec, ReasoningParser, expectation
@@ -17,7 +15,6 @@ from agentspec.backends.torch.text.tool_parser import (
     MISTRAL,
     MISTRAL_IDS,
     MISTRAL_NAMED,
-    JsonObjectParser,
     ToolCallParser,
     ToolFormat,
     format_of,
@@ -226,23 +223,6 @@ def test_an_id_that_the_model_wrote_is_the_calls_unless_it_is_not_unique() -> No
     first, short, again, last = (piece["id"] for piece in said if isinstance(piece, dict))
     assert (first, last) == ("a1B2c3D4e", "f5G6h7I8j") and len({first, short, again, last}) == 4
     assert all(len(id) == 9 and id.isalnum() for id in (short, again))
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
-LISTS = st.lists(SCALARS, max_size=3)
-VALUES = SCALARS | LISTS | st.dictionaries(st.text(max_size=4), SCALARS | LISTS, max_size=3)
-
-
-@given(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), st.sampled_from([None, 2]), st.booleans(), st.text())
-def test_an_object_is_read_as_json_reads_it(value: Any, indent: int | None, ascii: bool, behind: str) -> None:
-    written = json.dumps(value, indent=indent, ensure_ascii=ascii)
-    reader = JsonObjectParser()
-    assert sum(reader.feed(character) for character in written) == len(written)
-    assert reader.complete and not reader.broken and reader.text() == written and reader.feed(behind) == 0
-    for key, inner in value.items():
-        assert json.loads(reader.value(key)) == inner
-        assert reader.string(key) == (inner if isinstance(inner, str) else None)
-    assert reader.value("absent from the object") == "" and reader.string("absent from the object") is None
 
 
 THOUGHTS: list[tuple[str, str, str, str]] = [
