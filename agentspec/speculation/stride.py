@@ -1,19 +1,18 @@
-"""Chooses how many documents to guess before the knowledge base is asked; none if guessing does not pay.
+"""Decides whether to guess documents before the knowledge base has answered, and how many neighbours at a time.
 
-This is the optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix
-A.1). It also accounts for what that formula leaves out: a wrong round must be generated again, and with a fast
-knowledge base sequential retrieval is faster than any stride.
+`os3` is the optimal speculation stride of RaLMSpec (OS3; Zhang et al. 2024, arXiv 2401.14021, section 4 and appendix
+A.1). Documents are guessed one by one, since each search runs with the rounds that follow; with a fast knowledge base
+sequential retrieval is faster.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 MOST: Final = 16  # most rounds generated before verification
 WINDOW: Final = 5  # verifications from which the hit rate is estimated
-CAP: Final = 0.6  # highest hit rate used in OS3's formula, since an estimate from few trials may be too high
 PRIOR: Final = 0.5  # assumed hit rate before the first guess
 PRIOR_WEIGHT: Final = 2.0  # guesses that this assumption counts for
 RATE: Final = 0.3  # how fast measured times are followed
@@ -42,21 +41,13 @@ def one_by_one(generation: float, retrieval: float) -> float:
     return generation + retrieval
 
 
-def synchronous_seconds(stride: int, generation: float, retrieval: float, gamma: float) -> float:
-    """Seconds per kept round if a stride is generated and then verified: OS3's formula plus redoing the wrong round."""
-    again = (1 - gamma**stride) * generation
-    return (stride * generation + retrieval + again) / expected(stride, gamma)
+def guessed(generation: float, retrieval: float, gamma: float) -> float:
+    """Seconds per kept round if each guess is verified while the following rounds are generated.
 
-
-def asynchronous_seconds(
-    generation: float, retrieval: float, gamma: float, stride: int = 1, waste: float = WASTE
-) -> float:
-    """Seconds per kept round if verification runs concurrently with the following rounds.
-
-    A right guess costs only its round. A wrong guess is noticed when its search ends: after the time of a search, as in
-    sequential retrieval, plus that of the rounds its batch waited for. The rounds generated meanwhile are lost.
+    A right guess costs only its round. A wrong guess is noticed when its search ends, as in sequential retrieval, and
+    the round generated meanwhile is lost.
     """
-    return generation + (1 - gamma) * (retrieval + (stride - 1) / 2 * generation + waste * generation)
+    return generation + (1 - gamma) * (retrieval + WASTE * generation)
 
 
 @dataclass(slots=True)
@@ -130,26 +121,13 @@ class StrideMeasurements:
             self.pause = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StridePlan:
-    """Guess `stride` documents for one verification; 0 means sequential retrieval."""
-
-    stride: int
-    asynchronous: bool = False
-
-
-SEQUENTIAL: Final = StridePlan(0)
-
-
 @dataclass(slots=True)
 class StrideGovernor:
-    """Chooses one request's strides: a fixed one, or the one that is fastest according to the measurements."""
+    """Chooses after how many guesses to verify, 0 for none: always `stride`, or by the measurements 0 or 1."""
 
     measured: StrideMeasurements = field(default_factory=StrideMeasurements)
-    stride: int | Literal["os3"] = "os3"
-    asynchronous: bool = True
+    stride: int | None = None
     _window: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _last: int = 1
 
     @property
     def gamma(self) -> float:
@@ -163,31 +141,14 @@ class StrideGovernor:
         self._window.append((right, int(wrong)))
         self.measured.guessed(right, int(wrong))
 
-    def optimal(self) -> int:
-        """OS3's stride for synchronous verification; the last stride if nothing was verified or measured yet."""
-        generation, retrieval = self.measured.generation.value, self.measured.retrieval.value
-        if self._window and generation is not None and retrieval is not None:
-            right, wrong = (sum(seen) for seen in zip(*self._window, strict=True))
-            hit_rate = min(CAP, right / (right + wrong)) if right + wrong else CAP
-            self._last = os3(generation, retrieval, hit_rate)
-        return self._last
-
-    def choose(self) -> StridePlan:
-        """The plan for the next round."""
-        if self.stride != "os3":
-            return StridePlan(self.stride, self.asynchronous)
+    def choose(self) -> int:
+        """The stride of the next round."""
+        if self.stride is not None:
+            return self.stride
         generation, retrieval = self.measured.generation.value, self.measured.retrieval.value
         if generation is None or retrieval is None:
-            return SEQUENTIAL
+            return 0
         if self.measured.skip > 0:
             self.measured.skip -= 1
-            return SEQUENTIAL
-        return self._best(generation, retrieval)
-
-    def _best(self, generation: float, retrieval: float) -> StridePlan:
-        stride, gamma = self.optimal(), self.gamma
-        seconds = {StridePlan(stride): synchronous_seconds(stride, generation, retrieval, gamma)}
-        if self.asynchronous:
-            seconds[StridePlan(1, True)] = asynchronous_seconds(generation, retrieval, gamma)
-        best = min(seconds, key=lambda plan: seconds[plan])
-        return best if seconds[best] < MARGIN * one_by_one(generation, retrieval) else SEQUENTIAL
+            return 0
+        return int(guessed(generation, retrieval, self.gamma) < MARGIN * one_by_one(generation, retrieval))

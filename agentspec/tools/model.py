@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from agentspec.speculation.governor import Calibration
 from agentspec.tools.history import Selector, ToolCall, ToolHistory, canonical, usable
 
-_UNSEEN = 0.03  # the rate of a later call of a tool of which nothing is known
+_UNSEEN = 0.03  # how often a prediction of which nothing is known comes true later
 PER_TURN = 6  # tools that are started for one turn, at most
 AT_ONCE = 8  # that run at the same time, at most
 _COST = 0.25  # of a second of a tool that runs for nothing, in seconds of the agent's time
@@ -19,7 +19,6 @@ _OVERHEAD = 0.001  # seconds that a start costs besides the tool's own time
 _UNKNOWN_TURN = 1.0  # seconds
 _DEPTH = 3  # events before a turn that a call's name may depend on
 MOST_PREDICTIONS = 8  # of a turn
-MOST_LATER = 4  # of later turns besides
 _SELECTORS = 48  # of an argument that are tried, those that found most
 _RANKS = 8  # values of a selector that are tried: agents read lists item by item
 _VALUES = 12  # values of a selector that are looked at
@@ -34,7 +33,6 @@ TURN = ""  # in place of a tool's name: the time of a model's turn
 
 _MOST_OPEN = 64  # predictions of a session whose calls may still come
 ANSWER = ""  # in place of a tool's name where the model made no call
-FIRST, REPEATED = range(2)  # kinds of predictions, calibrated apart
 
 
 class ArgumentRule(NamedTuple):
@@ -50,33 +48,9 @@ class ArgumentRule(NamedTuple):
     rank: int
 
 
-class Outlook(NamedTuple):
-    """What the chance of a later call depends on: its tool, the last event, whether it was made before, and the rules
-    that fill its arguments.
-    """
-
-    tool: str
-    after: str
-    again: bool
-    rules: tuple[ArgumentRule, ...]
-
-
-class LaterScore(NamedTuple):
-    """Whether the call of an outlook came later.
-
-    Each prediction is reported when it is made, as if the call never came, and again, with `hit`, if it comes.
-    """
-
-    outlook: Outlook
-    hit: bool
-
-
-class OpenForecast(NamedTuple):
-    """A prediction that may come true until `ends`, in seconds."""
-
-    identity: str
-    outlook: Outlook
-    ends: float
+Outlook = tuple[str, str, bool, tuple[ArgumentRule, ...]]
+"""What the chance of a later call depends on: its tool, the last event, whether the call was made before, and the rules
+that fill its arguments."""
 
 
 class OpenForecasts:
@@ -84,28 +58,22 @@ class OpenForecasts:
 
     def __init__(self, age: float) -> None:
         self._age = age
-        self._open: deque[OpenForecast] = deque(maxlen=_MOST_OPEN)
+        self._open: deque[tuple[float, CallPrediction]] = deque(maxlen=_MOST_OPEN)  # with the end of each, in seconds
 
     def settle(
         self, forecast: CallForecast, made: Collection[str], *, began: float, now: float, voids: bool
-    ) -> tuple[LaterScore, ...]:
-        """What a turn with the calls `made`, by identity, says of its own predictions and of earlier ones.
+    ) -> list[Outlook]:
+        """The outlooks of earlier predictions that come true by a turn with the calls `made`, by identity.
 
         The turn `began` and ended at these seconds; it `voids` what was started before if it changes something.
         """
-        earlier, self._open = self._open, deque(maxlen=_MOST_OPEN)
-        came = [one for one in earlier if one.identity in made and now < one.ends and not voids]
-        scores = [LaterScore(one.outlook, True) for one in came]
-        if not voids:
-            self._open.extend(one for one in earlier if one.identity not in made and now < one.ends)
-        for one in forecast.predictions:
-            if one.outlook is None:
-                continue
-            scores.append(LaterScore(one.outlook, False))
-            if not voids and one.call.identity not in made:
-                ends = began + self._age
-                self._open.append(OpenForecast(one.call.identity, one.outlook, ends))
-        return tuple(scores)
+        if voids:
+            self._open.clear()
+            return []
+        earlier = [(ends, one) for ends, one in self._open if now < ends]
+        opened = [*earlier, *((began + self._age, one) for one in forecast.predictions)]
+        self._open = deque((each for each in opened if each[1].call.identity not in made), maxlen=_MOST_OPEN)
+        return [one.outlook for _, one in earlier if one.call.identity in made]
 
 
 Candidate = tuple[float, ToolCall, tuple[ArgumentRule, ...]]
@@ -123,9 +91,12 @@ class CallPrediction:
     call: ToolCall
     probability: float
     estimate: float
-    kind: int
-    later: float = 0.0
-    outlook: Outlook | None = None
+    later: float
+    outlook: Outlook
+
+    @property
+    def again(self) -> bool:
+        return self.outlook[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +117,8 @@ class CallModel:
         self._forms: dict[str, dict[tuple[str, ...], int]] = {}
         self._selectors: dict[tuple[str, str], dict[Selector, int]] = {}
         self._sessions: dict[tuple[str, str, Selector], set[str]] = {}  # of constants: at most two
-        self._later = LaterRates()
-        self._calibration = Calibration()
+        self._later = RuleRates()
+        self._calibration = Calibration()  # of calls that were made before and of others apart
         self.seconds: dict[str, float] = {}  # by tool, and of a model's turn
 
     def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
@@ -166,8 +137,7 @@ class CallModel:
             for chance, call, rules in candidates
         ]
         predictions.sort(key=lambda one: -one.probability)
-        later = sorted(predictions[MOST_PREDICTIONS:], key=lambda one: -one.later)[:MOST_LATER]
-        return CallForecast((*predictions[:MOST_PREDICTIONS], *later), tuple(promise.items()))
+        return CallForecast(tuple(predictions[:MOST_PREDICTIONS]), tuple(promise.items()))
 
     def learn(
         self,
@@ -176,12 +146,11 @@ class CallModel:
         forecast: CallForecast,
         tools: Collection[str],
         session: str,
-        seconds: Sequence[tuple[str, float]] = (),
-        later: Sequence[LaterScore] = (),
+        later: Sequence[Outlook] = (),
     ) -> None:
         """Learn a turn of `session` that made `calls`. Of tools outside `tools` only the names count.
 
-        `seconds` are those that tools and turns took since the last one, `later` what became of earlier predictions.
+        `later` are the outlooks of earlier predictions that came true in this turn.
         """
         names, made = {call.name for call in calls}, {call.identity for call in calls}
         learned = [call for call in calls if call.name in tools]
@@ -199,13 +168,16 @@ class CallModel:
             for source in _sources(history, call):
                 self._add_source(*source, session)
         for one in forecast.predictions:
-            self._calibration.observe([one.estimate], [one.kind], [one.call.identity in made])
-        for score in later:
-            self._later.add(score.outlook, score.hit)
+            self._calibration.observe([one.estimate], [one.again], [one.call.identity in made])
+            self._later.add(one.outlook, False)
         self._calibration.fade()
-        for tool, taken in seconds:
-            known = self.seconds.get(tool, taken)
-            self.seconds[tool] = known + _NEWEST * (taken - known)
+        for outlook in later:
+            self._later.correct(outlook)
+
+    def took(self, tool: str, seconds: float) -> None:
+        """Learn how long a tool took, or a turn of the model."""
+        known = self.seconds.get(tool, seconds)
+        self.seconds[tool] = known + _NEWEST * (seconds - known)
 
     def _add_source(self, tool: str, argument: str, selector: Selector, session: str) -> None:
         if selector[0] == "constant":
@@ -226,12 +198,12 @@ class CallModel:
     def _prediction(
         self, history: ToolHistory, estimate: float, call: ToolCall, rules: tuple[ArgumentRule, ...]
     ) -> CallPrediction:
-        kind = REPEATED if call.identity in history.made else FIRST
-        estimate *= _AGAIN if kind == REPEATED else 1.0
+        again = call.identity in history.made
         last_event = history.events_before[-1] if history.events_before else ""
-        outlook = Outlook(call.name, last_event, kind == REPEATED, rules)
-        probability = self._calibration.corrected(estimate, kind)
-        return CallPrediction(call, probability, estimate, kind, self._later.rate(outlook), outlook)
+        outlook = call.name, last_event, again, rules
+        estimate *= _AGAIN if again else 1.0
+        later = min(1.0, self._later.rate(outlook, _UNSEEN, 3.0))
+        return CallPrediction(call, self._calibration.corrected(estimate, again), estimate, later, outlook)
 
     def _candidates(self, history: ToolHistory, tool: str) -> list[Candidate]:
         """Calls of the tool, each with its probability if the tool is called."""
@@ -309,7 +281,6 @@ def gain(probability: float, later: float, tool_seconds: float, turn_seconds: fl
 def worthwhile(predictions: Sequence[CallPrediction], seconds: Mapping[str, float]) -> list[CallPrediction]:
     """The predictions that pay, those that gain most first. Tools whose time was never measured are left out."""
     turn = seconds.get(TURN, _UNKNOWN_TURN)
-
     known = [one for one in predictions if one.call.name in seconds]
     gains = [(gain(one.probability, one.later, seconds[one.call.name], turn), one) for one in known]
     return [one for gained, one in sorted(gains, key=lambda pair: -pair[0]) if gained > _OVERHEAD]
@@ -365,31 +336,3 @@ def _contexts(after: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """The last 0, 1, … events."""
     for length in range(min(_DEPTH, len(after)) + 1):
         yield tuple(after[len(after) - length :])
-
-
-class LaterRates:
-    """How often calls of an outlook came later: by all of it, drawn towards what is known of less of it."""
-
-    def __init__(self) -> None:
-        self._rates = RuleRates()
-
-    def add(self, outlook: Outlook, hit: bool) -> None:
-        """Count a prediction without a hit, or the hit of one that was counted."""
-        for key in _keys(outlook):
-            if hit:
-                self._rates.correct(key)
-            else:
-                self._rates.add(key, False)
-
-    def rate(self, outlook: Outlook) -> float:
-        rate = _UNSEEN
-        for key in _keys(outlook):
-            rate = min(1.0, self._rates.rate(key, rate, 3.0))
-        return rate
-
-
-def _keys(outlook: Outlook) -> Iterator[Hashable]:
-    """From the least that is known to all of it."""
-    yield outlook.tool
-    yield outlook.tool, outlook.after, outlook.again
-    yield outlook.tool, outlook.after, outlook.again, outlook.rules

@@ -189,7 +189,7 @@ class ToolSession:
         tools = self._early()
         if not tools:
             return []
-        forecast, chosen = self._speculator.learned.forecast(self.caller, self._history, tools)
+        forecast, chosen = self._speculator.forecast(self.caller, self._history, tools)
         self._turn = time.monotonic(), forecast
         allowed = (one.call for one in chosen if one.call.name in tools)  # whatever a predictor says
         return list(islice((call for call in allowed if self._start(call, way)), PER_TURN))
@@ -240,7 +240,7 @@ class ToolSession:
         self._took(TURN, now - began)
         made = {call.identity for call in calls}
         later = self._open.settle(forecast, made, began=began, now=now, voids=self._may_change(calls))
-        self._speculator.learned.add(self.caller, self._history, calls, forecast, self._early(), later)
+        self._speculator.learn(self.caller, self._history, calls, forecast, self._early(), later)
 
     def _drop_all(self) -> None:
         for early in list(self._started.values()):
@@ -298,7 +298,7 @@ class ToolSession:
     def _took(self, tool: str, seconds: float) -> None:
         """Learn how long a tool took, or the model's turn, unless the turn is not stored."""
         if self._stores:
-            self._speculator.learned.took(self.caller, tool, seconds)
+            self._speculator.took(self.caller, tool, seconds)
 
 
 def _key(call: ToolCall) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
 
 from agentspec.tools.history import ToolCall, ToolHistory
-from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, LaterScore, worthwhile
+from agentspec.tools.model import AT_ONCE, CallForecast, CallModel, CallPrediction, Outlook, worthwhile
 from agentspec.tools.policy import AgentCaller, ToolPolicy
 from agentspec.tools.session import ToolSession
 from agentspec.tools.speculative_call import ToolEvent, contained
@@ -36,9 +36,10 @@ class ToolSpeculator:
         self.policy = policy or ToolPolicy()
         self.free = threading.Semaphore(AT_ONCE)  # starts that may run besides those that do
         self._on_event = on_event
-        self.learned = LearnedCalls()
         self._lock = threading.Lock()
         self._sessions: OrderedDict[AgentCaller, ToolSession] = OrderedDict()
+        self._learning = threading.Lock()
+        self._models: OrderedDict[tuple[str, str], CallModel] = OrderedDict()  # by tenant and agent
 
     def session(self, caller: AgentCaller) -> ToolSession:
         """The session of a caller, the same while it is in use. Of more than 1024 the one used longest ago goes.
@@ -60,7 +61,9 @@ class ToolSpeculator:
 
     def forget(self, tenant: str) -> None:
         """Drop what the agents of a tenant taught."""
-        self.learned.forget(tenant)
+        with self._learning:
+            for key in [key for key in self._models if key[0] == tenant]:
+                del self._models[key]
 
     def close(self) -> None:
         """Drop what was started and is not used."""
@@ -75,61 +78,37 @@ class ToolSpeculator:
         with contained("on_event"):
             self._on_event(event)
 
-
-class _Agent:
-    """One agent's model."""
-
-    def __init__(self) -> None:
-        self.model = CallModel()
-        self.seconds: list[tuple[str, float]] = []  # (tool, seconds) measured since the last turn that was learned
-
-
-class LearnedCalls:
-    """The models of all agents. Thread-safe. Tenants share nothing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._agents: OrderedDict[tuple[str, str], _Agent] = OrderedDict()
-
-    def forget(self, tenant: str) -> None:
-        with self._lock:
-            for key in [key for key in self._agents if key[0] == tenant]:
-                del self._agents[key]
-
     def forecast(
         self, caller: AgentCaller, history: ToolHistory, tools: Collection[str]
     ) -> tuple[CallForecast, list[CallPrediction]]:
         """What the next turn may call, and which of these calls are worth an early start."""
-        with self._lock:
-            model = self._agent(caller).model
+        with self._learning:
+            model = self._model(caller)
             forecast = model.predict(history, tools)
             return forecast, worthwhile(forecast.predictions, model.seconds)
 
     def took(self, caller: AgentCaller, tool: str, seconds: float) -> None:
-        """A tool, or a turn of the model, took so long. It counts from the next turn on that is learned."""
-        with self._lock:
-            agent = self._agent(caller)
-            agent.seconds = [*agent.seconds[-63:], (tool, seconds)]
+        """Learn how long a tool, or a turn of the model, took."""
+        with self._learning:
+            self._model(caller).took(tool, seconds)
 
-    def add(
+    def learn(
         self,
         caller: AgentCaller,
         history: ToolHistory,
         calls: Sequence[ToolCall],
         forecast: CallForecast,
         tools: Collection[str],
-        later: Sequence[LaterScore] = (),
+        later: Sequence[Outlook],
     ) -> None:
         """Learn a turn."""
-        with self._lock:
-            agent = self._agent(caller)
-            seconds, agent.seconds = agent.seconds, []
-            agent.model.learn(history, calls, forecast, tools, caller.session, seconds, later)
+        with self._learning:
+            self._model(caller).learn(history, calls, forecast, tools, caller.session, later)
 
-    def _agent(self, caller: AgentCaller) -> _Agent:
+    def _model(self, caller: AgentCaller) -> CallModel:
         key = caller.tenant, caller.agent
-        agent = self._agents.setdefault(key, _Agent())
-        self._agents.move_to_end(key)
-        while len(self._agents) > _MOST_AGENTS:
-            self._agents.popitem(last=False)
-        return agent
+        model = self._models.setdefault(key, CallModel())
+        self._models.move_to_end(key)
+        while len(self._models) > _MOST_AGENTS:
+            self._models.popitem(last=False)
+        return model

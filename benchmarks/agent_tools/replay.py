@@ -258,7 +258,7 @@ class SessionPlayer:
         began, self._now = self._now, self._now + turn.seconds
         made = {call.identity for call in turn.calls}
         later = self._open.settle(turn.forecast, made, began=began, now=self._now, voids=not turn.only_reads)
-        self._model.learn(self._history, turn.calls, turn.forecast, self._tools, self._session, (), later)
+        self._model.learn(self._history, turn.calls, turn.forecast, self._tools, self._session, later)
         self._now += self._tool if turn.calls else USER
 
 

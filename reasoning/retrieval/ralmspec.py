@@ -1,9 +1,8 @@
 """Iterative retrieval: `sequential` defines the answer, and `ralmspec` gives the same answer sooner.
 
 Every `ROUND_TOKENS` tokens the last `QUERY_TOKENS` tokens of question and answer form a query, and the best document
-for it is put into the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). The paper's
-loop generates a stride of rounds and then verifies it; here a batch is sent as soon as its last query is known, and
-generation continues meanwhile.
+for it is put into the prompt of the next round (RaLM with RaLMSpec; Zhang et al. 2024, arXiv 2401.14021). Verification
+is asynchronous: a batch is sent as soon as its last query is known, and generation continues meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from agentspec.backends.base import Backend
 from agentspec.errors import KnowledgeBaseError
@@ -27,7 +26,7 @@ from agentspec.reasoning.retrieval.knowledge.base import (
 )
 from agentspec.reasoning.retrieval.rounds import AnswerWriter, PartialAnswer, RoundGenerator
 from agentspec.reasoning.speculative_task import cancel_tasks
-from agentspec.speculation.stride import MOST, SEQUENTIAL, StrideGovernor, StrideMeasurements, StridePlan
+from agentspec.speculation.stride import MOST, StrideGovernor, StrideMeasurements
 from agentspec.types import Delta, GenerateRequest
 
 DOCUMENT_TOKENS = 256  # most of a document that the model reads
@@ -155,17 +154,16 @@ async def ralmspec(
     backend: Backend,
     knowledge: KnowledgeBase,
     document_tokens: int = DOCUMENT_TOKENS,
-    stride: int | Literal["os3"] = "os3",
+    stride: int | None = None,
     stats: SearchStats | None = None,
     measured: StrideMeasurements | None = None,
-    asynchronous: bool = True,
 ) -> AsyncGenerator[Delta]:
     """Guess documents, verify them in batches and roll back wrong rounds, until the answer ends.
 
     Every delta is a verified round. The model reads up to `document_tokens` of a document. `stride` documents are
-    guessed before a verification, or as many as OS3 finds best. The call fills `stats`. `measured` holds the times of
-    earlier answers of the same model and knowledge base. Unless `asynchronous`, generation waits for each verification,
-    as in the paper's first form. Closing the iterator cancels generation and searches.
+    guessed before a verification; without it, measured times decide whether to guess. The call fills `stats`.
+    `measured` holds the times of earlier answers of the same model and knowledge base. Closing the iterator cancels
+    generation and searches.
 
     Raises `KnowledgeBaseError` if a search fails, since the answer cannot continue without its document. Raises
     `InvalidRequestError` for request fields that rounds cannot honour, and what the backend raises.
@@ -173,7 +171,7 @@ async def ralmspec(
     stats = stats or SearchStats()
     generator = await RoundGenerator.open(request, backend, document_tokens)
     client, writer = SearchClient(knowledge, stats), AnswerWriter(generator)
-    governor = StrideGovernor(measured or StrideMeasurements(), stride, asynchronous)
+    governor = StrideGovernor(measured or StrideMeasurements(), stride)
     async with SpeculationState(generator, client, governor) as state:
         await state.retrieve()
         while not state.answer.over:
@@ -228,7 +226,7 @@ class SpeculationState:
         self.generator, self.client, self.governor = generator, client, governor
         self.stats, self.cache = client.stats, RetrievedDocuments(CACHE_BYTES)
         self.answer = PartialAnswer()
-        self.plan: StridePlan = SEQUENTIAL
+        self.stride = 0
         self.ahead: deque[Round] = deque()
         self._truth: tuple[Document | None] | None = None  # the true document of the next round, once it is known
         self._generating: asyncio.Task[PartialAnswer] | None = None
@@ -253,21 +251,19 @@ class SpeculationState:
     def choose_stride(self) -> None:
         """Choose how many documents to guess, whenever a new round could begin."""
         if self._generating is None and self._truth is None and not self.speculative_end.over:
-            self.plan = self.governor.choose()
+            self.stride = self.governor.choose()
 
     @property
     def must_retrieve(self) -> bool:
         """Whether the next round has to wait for a search."""
-        return self._truth is None and not self.ahead and not self.plan.stride
+        return self._truth is None and not self.ahead and not self.stride
 
     @property
     def may_begin(self) -> bool:
         """Whether a round may begin, with the true document or with a guess."""
         if self._generating is not None or len(self.ahead) >= MOST or self.speculative_end.over:
             return False
-        if self._truth is not None or self.plan.asynchronous:
-            return True
-        return not self._searching and len(self._unsent()) < self.plan.stride
+        return self._truth is not None or self.stride > 0
 
     async def retrieve(self) -> None:
         """Search for the next document and wait for it. Also records whether the cache would have guessed it."""
@@ -299,18 +295,13 @@ class SpeculationState:
         self._generating = asyncio.create_task(self.generator.generate(end, document))
 
     def send(self) -> None:
-        """Send all unsent guesses for verification in one batch, once there are as many as the stride.
-
-        With asynchronous verification this happens when the last of their rounds begins, otherwise when it ends.
-        """
-        unsent, idle = self._unsent(), self._generating is None
-        if not unsent or len(self._searching) >= (MAX_SEARCHES if self.plan.asynchronous else 1):
+        """Send all unsent guesses for verification in one batch, once the last of as many as the stride has begun."""
+        rounds = [round for round in self.ahead if round.query is not None and not round.sent]
+        if not rounds or len(self._searching) >= MAX_SEARCHES:
             return
-        ends = idle and (not self.plan.stride or len(self.ahead) >= MOST or self.speculative_end.over)
-        if ends or (len(unsent) >= self.plan.stride and (idle or self.plan.asynchronous)):
-            self._send(unsent)
-
-    def _send(self, rounds: list[Round]) -> None:
+        ends = self._generating is None and (len(self.ahead) >= MOST or self.speculative_end.over)
+        if len(rounds) < self.stride and not ends:
+            return
         for round in rounds:
             round.sent = True
         self.ahead[-1].shared = True
@@ -391,13 +382,10 @@ class SpeculationState:
         """Record how long a verified round took, without the time for queries, which are needed in any case."""
         (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
         self._kept_at = now
-        if self.plan.stride:
+        if self.stride:
             self.governor.measured.kept(round.changed, now[0] - began - (now[1] - encoded))
 
     def _tasks(self, searches: int = MAX_SEARCHES) -> list[asyncio.Task[Any]]:
         """The running tasks: the round, and the oldest `searches` batches."""
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._searching]
         return [*([self._generating] if self._generating else []), *tasks[:searches]]
-
-    def _unsent(self) -> list[Round]:
-        return [round for round in self.ahead if round.query is not None and not round.sent]
