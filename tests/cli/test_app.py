@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
@@ -60,7 +59,7 @@ def test_wrong_usage_exits_with_2(program, arguments):
     assert program(*arguments).exit_code == 2
 
 
-def test_a_configuration_that_cannot_work_is_one_line_with_code_2_and_a_failure_one_with_code_1(program):
+def test_errors_are_one_line_with_exit_code_2_or_1(program):
     Path("agentspec.toml").write_text("[server]\nport = 'x'\n")
     wrong = program("serve")
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1) and wrong.stderr.startswith(
@@ -96,7 +95,7 @@ def test_a_ready_model_is_listed_as_such(program, default_model, monkeypatch):
         (("smollm2-135m",), "write --model smollm2-135m"),
     ],
 )
-def test_what_cannot_be_served_is_refused(program, arguments, says):
+def test_serve_refuses_options_that_cannot_work(program, arguments, says):
     result = program("serve", "--port", 0, *arguments)
     assert result.exit_code in (1, 2) and says in result.output + result.stderr
 
@@ -122,7 +121,7 @@ def test_the_demo_runs(program, default_model, monkeypatch) -> None:
 # `agentspec verify` --------------------------------------------------------------------------------------------------
 
 
-def test_verify_says_exact_and_how_it_looked(program, tiny_model: Path, tmp_path: Path) -> None:
+def test_verify_reports_exact_and_the_counts(program, tiny_model: Path, tmp_path: Path) -> None:
     result = program("verify", "--model", tiny_model, "--limit", 2, "--max-tokens", 8)
     assert result.exit_code == 0, result.output
     assert f"{tiny_model}, float32 on cpu: 4 answers, half greedy, half sampled" in result.output
@@ -157,7 +156,7 @@ def test_verify_reads_recorded_calls(program, tiny_model: Path, tmp_path: Path) 
         (("knn", "build", "empty", "--out", "empty"), "is a file"),
     ],
 )
-def test_what_cannot_be_read_or_written_is_found_before_torch_is_imported(
+def test_bad_paths_are_refused_before_torch_is_imported(
     program, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)  # importing it would fail
@@ -166,7 +165,7 @@ def test_what_cannot_be_read_or_written_is_found_before_torch_is_imported(
     assert result.exit_code in (1, 2) and said in " ".join(result.output.replace("│", "").split())
 
 
-def test_a_difference_is_shown_and_fails(program, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_shows_a_difference_and_exits_with_1(program, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from agentspec.backends.torch import exactness
 
     async def verify(*_: object) -> exactness.ExactnessReport:
@@ -185,43 +184,18 @@ def test_a_difference_is_shown_and_fails(program, tiny_model: Path, monkeypatch:
 # `agentspec bench`, whose measurements have tests of their own -------------------------------------------------------
 
 
-def test_cache_prints_and_writes_what_it_measured(program, tmp_path):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = ["[UNK]", "user", "assistant", "check", "the", "order", "again", "please"]
-    built = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    built.pre_tokenizer = Whitespace()
-    built.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    built.save(str(tmp_path / "tokenizer.json"))
-    log, traces, out = tmp_path / "runs.json", tmp_path / "first.jsonl.gz", tmp_path / "out.json"
-    turns = [("user", "check the order"), ("assistant", "again please"), ("user", "please"), ("assistant", "again")]
-    log.write_text(json.dumps([{"task_id": 0, "traj": [{"role": r, "content": c} for r, c in turns]}]))
-    assert program("bench", "traces", "tau-bench", log, "--out", traces).output.startswith("2 calls written to")
-    assert program("bench", "traces", "other-bench", log, "--out", traces).exit_code == 2
-    assert len(gzip.decompress(traces.read_bytes()).splitlines()) == 2
-    result = program(
-        *("bench", "cache", "--data", traces, "--tokenizer", tmp_path, "--calls", 2, "--budgets", 2, 4),
-        *("--no-costs", "--json", out),
-    )
-    assert result.exit_code == 0 and "Tokens per step" in result.output, result.output
-    data = json.loads(out.read_text())
-    assert data["files"][0]["name"] == "first" and data["costs"] is None
-    assert program("bench", "gpu", "--traces", traces).exit_code == 2  # without a tokenizer
-
-
 @pytest.mark.slow
 @pytest.mark.counted
-def test_gpu_runs_without_traces(program, tmp_path):
+def test_bench_gpu_runs_without_traces(program, tmp_path):
     out = tmp_path / "out.json"
     result = program("bench", "gpu", "--shape", "tiny", "--device", "cpu", "--questions", 2, "--json", out)
     assert result.exit_code == 0, result.output
+    assert program("bench", "gpu", "--traces", __file__).exit_code == 2  # without a tokenizer
     assert "on CPU" in result.output and "left out: recorded answers: no traces" in result.output
     assert json.loads(out.read_text())["shape"] == "tiny"
 
 
-def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
+def test_bench_retrieval_refuses_fewer_than_7_questions(program, tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
     result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
@@ -230,7 +204,7 @@ def test_retrieval_says_that_few_questions_say_nothing(program, tmp_path):
     assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
 
 
-def test_calls_of_tools_are_predicted_from_recorded_sessions(program, tmp_path):
+def test_bench_tools_predicts_calls_of_recorded_sessions(program, tmp_path):
     lines, out = [], tmp_path / "out.json"
     for number in range(12):
         call = json.dumps({"name": "get_user", "arguments": {"id": f"ann_{number}"}})
@@ -249,7 +223,7 @@ def placement(program, *chosen):
     return program("bench", "placement", calls, *sizes, *chosen)
 
 
-def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program, tmp_path: Path) -> None:
+def test_bench_placement_compares_policies_and_prints_every_parameter(program, tmp_path: Path) -> None:
     scenario, out = tmp_path / "scenario.json", tmp_path / "out.json"
     scenario.write_text('{"pause": 0.5, "costs": {"step": 0.03}}')
     chosen = ("--policy", "round_robin,workflow", "--order", "arrival,deadline", "--scenario", scenario)
@@ -267,6 +241,6 @@ def test_policies_and_orders_are_compared_and_every_parameter_is_printed(program
     ("given", "says"),
     [(("--policy", "best"), "round_robin"), (("--policy", ","), "round_robin"), (("--order", ""), "arrival")],
 )
-def test_placement_refuses_what_it_does_not_know(program, given: tuple[str, ...], says: str) -> None:
+def test_bench_placement_refuses_unknown_policies_and_orders(program, given: tuple[str, ...], says: str) -> None:
     done = placement(program, *given)
     assert done.exit_code == 2 and says in done.output

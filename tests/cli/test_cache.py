@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_stats_of_the_folder_that_is_named_or_configured_while_it_is_in_use(program, folder):
+def test_stats_read_the_named_or_configured_folder_while_it_is_in_use(program, folder):
     Path("agentspec.toml").write_text(f'[cache]\npath = "{folder}"\n')
     with SuffixCache.open(folder):
         values = json.loads(program("cache", "stats", "--json").output)
@@ -43,7 +43,7 @@ def test_stats_of_the_folder_that_is_named_or_configured_while_it_is_in_use(prog
         (("--path", ""), "--path must not be empty"),
     ],
 )
-def test_without_a_cache_there_is_nothing_to_look_into_and_none_is_made(program, tmp_path, command, options, says):
+def test_commands_refuse_a_missing_cache_and_create_none(program, tmp_path, command, options, says):
     (tmp_path / "other").mkdir()
     result = program("cache", command, *options)
     assert (result.exit_code, says in result.stderr) == (2, True)
@@ -69,13 +69,13 @@ def conversations(tmp_path: Path) -> Path:
         (["--older-than", "0"], 3),
     ],
 )
-def test_forgetting(program, conversations, options, forgotten):
+def test_forget_deletes_what_the_options_select(program, conversations, options, forgotten):
     result = program("cache", "forget", "--path", conversations, *options, "--yes", "--json")
     assert json.loads(result.output)["forgotten"] == forgotten
     assert json.loads(program("cache", "stats", "--path", conversations, "--json").output)["sequences"] == 3 - forgotten
 
 
-def test_forgetting_asks_and_says_what_it_did(program, conversations):
+def test_forget_asks_first_and_reports_the_count(program, conversations):
     refused = program("cache", "forget", "--path", conversations, "--session", "s")
     assert (refused.exit_code, "cannot be undone" in refused.stderr) == (1, True)
     result = program("cache", "forget", "--path", conversations, "--session", "s", "--tenant", "b", "-y")
@@ -83,7 +83,7 @@ def test_forgetting_asks_and_says_what_it_did(program, conversations):
     assert "backups" in result.output
 
 
-def test_forgetting_waits_for_readers_and_else_fails(program, conversations, monkeypatch):
+def test_forget_fails_while_a_reader_holds_the_deleted_bytes(program, conversations, monkeypatch):
     monkeypatch.setattr("agentspec.cli.cache._ERASURE_SECONDS", 0.0)  # a minute
     database = conversations / DATABASE
     with closing(sqlite3.connect(database, isolation_level=None)) as reader:
@@ -107,14 +107,14 @@ def test_forgetting_waits_for_readers_and_else_fails(program, conversations, mon
         (["--model", "x"], "go together"),
     ],
 )
-def test_forgetting_what_cannot_be(program, conversations, options, message):
+def test_forget_refuses_incomplete_options(program, conversations, options, message):
     result = program("cache", "forget", "--path", conversations, *options, "--yes")
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("mine", marks=pytest.mark.slow)])
-def test_forgetting_a_text_however_it_was_tokenised(program, tmp_path, default_model, name):
+def test_forget_finds_a_text_in_any_tokenization(program, tmp_path, default_model, name):
     from agentspec.backends.torch.text.model_text import load_tokenizer
     from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
     from agentspec.types import Namespace
@@ -159,7 +159,7 @@ def test_verify(program, large):
     assert "sequence 3" in program("cache", "verify", "--path", large).stdout
 
 
-def test_compact_gives_room_back(program, large):
+def test_compact_shrinks_the_database(program, large):
     with closing(sqlite3.connect(large / DATABASE)) as database, database:
         database.execute("DELETE FROM sequences WHERE id > 10")
     before = sum(file.stat().st_size for file in large.iterdir())

@@ -39,7 +39,7 @@ def test_each_answer_is_imported_once_by_tenant_while_a_server_writes(program, t
 
 
 @pytest.mark.model
-def test_a_bad_line_leaves_everything_out_or_is_left_out_itself(program, tmp_path, default_model):
+def test_a_bad_line_stops_the_import_or_is_skipped(program, tmp_path, default_model):
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text(chat("one"))
     bad.write_text(chat("two") + "no json\n" + chat("three"))
@@ -52,7 +52,7 @@ def test_a_bad_line_leaves_everything_out_or_is_left_out_itself(program, tmp_pat
     assert len(stored(tmp_path / "a")) == 3
 
 
-def test_text_needs_a_model(program, tmp_path):
+def test_import_needs_a_model_and_a_folder(program, tmp_path):
     file = tmp_path / "f.jsonl"
     file.write_text(json.dumps({"messages": [*MESSAGES, {"role": "assistant", "content": "one"}]}))
     result = program("cache", "import", file, "--path", tmp_path / "a")
@@ -139,9 +139,9 @@ def test_the_folder_of_a_coding_agent_leaves_no_secret(program, default_model, t
     assert program("cache", "import", forked, *options).stdout == "imported 0 sequences, 2 known already\n"
     assert "1 file of no known format left out" in result.stderr
     text = ModelText.load(str(default_model.folder))
-    told = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))
-    assert "[REDACTED]" in told and "The login is fixed" in told and '"name": "Read"' in told
-    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
+    said = "".join(text.tokenizer.decode([*r.context.tolist(), *r.tokens.tolist()]) for r in stored(tmp_path / "a"))
+    assert "[REDACTED]" in said and "The login is fixed" in said and '"name": "Read"' in said
+    assert not [secret for secret in SECRETS.values() if secret in said or secret[8:] in said]
 
 
 REPEATED = "The quick brown fox jumps over the lazy dog, and then the lazy dog sleeps."
@@ -165,7 +165,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.model
-def test_what_a_log_would_have_saved(program, log, default_model):
+def test_replay_reports_the_savings_of_a_log(program, log, default_model):
     result = program("cache", "replay", log, "--model", default_model.folder, "--json")
     values = json.loads(result.stdout)
     assert (values["calls"], values["bad"], values["budget"]) == (12, 0, 32)
@@ -182,7 +182,7 @@ def test_what_a_log_would_have_saved(program, log, default_model):
 
 
 @pytest.mark.model
-def test_bad_lines(program, log, default_model):
+def test_replay_refuses_or_skips_bad_lines(program, log, default_model):
     record = {"messages": [{"role": "user", "content": [1]}], "response": "x"}
     log.write_text('{"session": 1}\n' + json.dumps(record) + "\n" + json.dumps(record | {"messages": []}) + "\n")
     options = ("--model", default_model.folder, "--format", "log")
@@ -196,7 +196,7 @@ def test_bad_lines(program, log, default_model):
 
 
 @pytest.mark.model
-def test_the_calls_that_ship_as_an_example(program, default_model, repository, tmp_path):
+def test_the_shipped_example_is_imported_and_replayed(program, default_model, repository, tmp_path):
     """The cache page's two commands: an empty folder takes six answers; half of the model's steps would be saved."""
     calls, model = repository / "examples" / "calls.jsonl", ("--model", default_model.folder)
     imported = program("cache", "import", calls, *model, "--path", tmp_path / "cache", "--json")

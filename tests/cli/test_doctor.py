@@ -48,7 +48,7 @@ SAID = 'agentspec_vllm_drafter_info{{drafter="{0}",method="{1}",version="0.1.0"}
         ("vllm", None, "note", "unknown"),
     ],
 )
-def test_an_upstream_that_answers_and_its_drafter(program, upstream, owner, metrics, state, detail):
+def test_doctor_reports_an_upstream_and_its_drafter(program, upstream, owner, metrics, state, detail):
     server = upstream(lambda request: answered(request, owner, metrics))
     found = checks(program, f'[backends.up]\nkind = "openai"\nbase_url = "{server.url}"\n')
     assert found["up: upstream"]["state"] == "ok"
@@ -58,7 +58,7 @@ def test_an_upstream_that_answers_and_its_drafter(program, upstream, owner, metr
     assert (drafter["advice"] == "") == (state != "note")
 
 
-def test_upstreams_that_do_not_answer(program):
+def test_doctor_reports_upstreams_that_do_not_answer(program):
     found = checks(program, f'[backends.up]\n{DOWN}[backends.keyed]\n{DOWN}api_key_file = "/absent"\n')
     up, keyed = found["up: upstream"], found["keyed: upstream"]
     assert up["state"] == keyed["state"] == "fail"
@@ -84,7 +84,7 @@ def test_upstreams_that_do_not_answer(program):
         ('draft_model = "broken"', "local: draft model", "fail", "correct backends.local.draft_model"),
     ],
 )
-def test_devices_and_models(program, tmp_path, model_folder, backend, name, state, said):
+def test_doctor_checks_devices_and_models(program, tmp_path, model_folder, backend, name, state, said):
     (tmp_path / "some.gguf").touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").touch()
@@ -92,14 +92,14 @@ def test_devices_and_models(program, tmp_path, model_folder, backend, name, stat
     assert check["state"] == state and said in check["detail"] + check["advice"]
 
 
-def test_folders(program, tmp_path: Path):
+def test_doctor_checks_the_cache_folder(program, tmp_path: Path):
     (tmp_path / "file").touch()
     for path, state in ((tmp_path / "new" / "deep", "ok"), (tmp_path / "file" / "below", "fail")):
         assert checks(program, f'[cache]\npath = "{path}"\n')["cache folder"]["state"] == state
     assert not (tmp_path / "new").exists()
 
 
-def test_all_is_well(program, model_folder):
+def test_doctor_exits_with_0_when_every_check_passes(program, model_folder):
     text = f'[backends.local]\nkind = "torch"\nmodel = "{model_folder}"\ndevice = "cpu"\n'
     assert {row["state"] for row in checks(program, text).values()} == {"ok"}
     result = program("doctor")

@@ -38,7 +38,7 @@ def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["dense", "hnsw", "bm25"])
-def test_what_was_built_can_be_searched(program, corpus, encoders, kind):
+def test_a_built_knowledge_base_can_be_searched(program, corpus, encoders, kind):
     result = program("kb", "build", corpus, "--out", "kb", "--kind", kind)
     assert result.exit_code == 0 and result.stdout.startswith(f"kb: 3 documents by {kind}, version ")
     base = open_folder(Path("kb"), folder.load_encoder)
@@ -74,7 +74,7 @@ def test_bad_lines_are_named_and_left_out_on_demand(program, corpus):
     assert "the id 'a' was given in" in result.stderr
 
 
-def test_what_cannot_be_built_says_why(program, tmp_path, corpus):
+def test_an_empty_corpus_and_a_foreign_folder_are_refused(program, tmp_path, corpus):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     assert "no documents" in program("kb", "build", empty, "--out", "kb", "--kind", "bm25").stderr

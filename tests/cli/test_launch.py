@@ -77,7 +77,7 @@ def test_codex_gets_a_provider_that_its_configuration_reads(launch: Launch, url:
     assert provider["env_key"] == "AGENTSPEC_API_KEY" and said.count("agentspec: sets -c ") == len(written) + 3
 
 
-def test_signals_are_the_agents(launch: Launch, url: str) -> None:
+def test_the_agent_receives_signals(launch: Launch, url: str) -> None:
     with launch("claude", "--url", url, "--", "wait") as running:
         assert running.stdout is not None and running.stdout.readline()
         running.send_signal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def test_signals_are_the_agents(launch: Launch, url: str) -> None:
         (("codex", "--url", "URL/elsewhere"), "/elsewhere/v1/models answers 404: name a gateway"),
     ],
 )
-def test_what_cannot_work_is_said_before_the_agent_starts(
+def test_launch_refuses_what_cannot_work_before_the_agent_starts(
     program: Any, launch: Launch, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...], says: str,
 ) -> None:  # fmt: skip

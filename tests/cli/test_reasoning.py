@@ -78,7 +78,7 @@ def test_base_small_and_strategy_answer_the_same_problems(program: Program, pair
     assert shown.exit_code == 0 and "3 of 3 answers" in shown.stdout and "100.0%" in shown.stdout
 
 
-def test_ctrl_c_keeps_what_was_answered(program: Program, pair: Any, problems: Path) -> None:
+def test_ctrl_c_reports_the_answers_so_far(program: Program, pair: Any, problems: Path) -> None:
     config, models = pair
     models["small"].interrupts = True  # its first answer is the second of all
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist ignores the signal
@@ -102,7 +102,7 @@ def test_ctrl_c_keeps_what_was_answered(program: Program, pair: Any, problems: P
         (PROBLEMS[0], ("--prompt", "long"), "--prompt"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_a_model_is_asked(
+def test_bad_problems_and_options_are_refused_before_a_model_is_asked(
     program: Program, pair: Any, problems: Path, line: Any, given: tuple[str, ...], message: str
 ) -> None:
     problems.write_text("" if line is None else json.dumps(line))
@@ -132,7 +132,7 @@ def test_problems_are_read_as_the_public_sets_have_them(record: dict[str, Any], 
     assert problem.answer == answer and all(problem.text in problem.prompt(preset) for preset in PROMPTS)
 
 
-def test_the_right_choice_has_no_place_of_its_own() -> None:
+def test_the_position_of_the_right_choice_varies() -> None:
     read: Callable[[Any], Problem] = Problem.read
     found = [read({**GPQA, "Question": f"Q{n}"}) for n in range(40)]
     assert {one.answer for one in found} == {"A", "B", "C"} and all(

@@ -15,6 +15,7 @@ from agentspec.recordings.formats import detect, read
 from agentspec.runtime import Runtime
 from agentspec.step import step
 from agentspec.testing import Answer, FakeBackend
+from agentspec.types import Labels
 
 pytestmark = pytest.mark.anyio
 
@@ -48,16 +49,12 @@ async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronou
         await plan(model)
     await plan(model.bind_tools([look]))
     model.invoke("a\ud800b")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lone = lines.pop()  # surrogate
-    assert lone["request"]["messages"][0]["content"] == "a?b" and "workflow" not in lone
-    assert [(line["session"], line["workflow"], line["step"]) for line in lines] == [("s1", "trip", "plan")] * 2
-    assert lines[0]["request"] == {"model": "fake", "messages": [{"role": "user", "content": "Rome?"}]}
-    assert lines[0]["response"]["choices"][0]["message"] == {"role": "assistant", "content": "sunny"}
-    assert lines[1]["request"]["tools"][0]["function"]["name"] == "look"
-    assert lines[1]["response"]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
-    calls = list(read(path, detect(path)))[:2]
-    assert [(call.labels.workflow, call.labels.step) for call in calls] == [("trip", "plan")] * 2
+    first, second, lone = read(path, detect(path))
+    assert lone.messages[0]["content"] == "a?b" and lone.labels.workflow is None  # of a lone surrogate
+    assert first.labels == second.labels == Labels("s1", "trip", "plan")
+    assert (first.messages, first.answer["content"]) == ([{"role": "user", "content": "Rome?"}], "sunny")
+    assert second.answer["tool_calls"][0]["function"]["name"] == "look"
+    assert json.loads(path.read_text().splitlines()[1])["request"]["tools"][0]["function"]["name"] == "look"
     assert path.stat().st_mode & 0o077 == 0
 
 

@@ -139,7 +139,7 @@ NAMED = {"type": "function", "function": {"name": "lookup"}}
 @pytest.mark.parametrize(
     ("choice", "sent"), [(True, "required"), ("any", "required"), ("none", "none"), ("lookup", NAMED), (NAMED, NAMED)]
 )
-def test_tool_choices(choice: Any, sent: Any) -> None:
+def test_tool_choices_are_sent_in_openais_form(choice: Any, sent: Any) -> None:
     model, fake = chat("fine")
     model.bind_tools([lookup], tool_choice=choice).invoke("hi")
     assert fake.requests[0].extra["tool_choice"] == sent
@@ -254,7 +254,7 @@ def test_answer_metadata_usage_and_log_probabilities() -> None:
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_retries_only_what_may_go_better() -> None:
+def test_only_temporary_errors_are_retried() -> None:
     model, fake = chat(OverloadedError("busy", retry_after=0.01), "fine")
     assert model.invoke("hi").content == "fine" and len(fake.requests) == 2
     once, fake = chat(OverloadedError("busy"), "fine", max_retries=0)
@@ -276,7 +276,7 @@ def test_no_retry_once_text_has_come() -> None:
     assert row(None).failed_calls == 1
 
 
-def test_timeout() -> None:
+def test_a_timeout_cancels_the_call() -> None:
     model, fake = chat(Answer(text="late", first_latency=30), timeout=0.05)
     with pytest.raises(RequestTimeoutError, match=r"0\.05"):
         model.invoke("hi")
@@ -293,7 +293,7 @@ def test_leaving_a_stream_cancels_the_work() -> None:
 # Labels --------------------------------------------------------------------------------------------------------------
 
 
-def test_langchains_cache_tells_the_models_of_steps_apart() -> None:
+def test_langchains_cache_distinguishes_the_models_of_steps() -> None:
     backends = {"small": FakeBackend("from small"), "big": FakeBackend("from big")}
     model = ChatAgentSpec(model="small", runtime=Runtime(backends=backends), cache=InMemoryCache())
 
@@ -305,7 +305,7 @@ def test_langchains_cache_tells_the_models_of_steps_apart() -> None:
     assert [len(fake.requests) for fake in backends.values()] == [1, 1]
 
 
-def test_a_step_says_how_its_calls_are_served(server: Any) -> None:
+def test_the_policy_of_a_step_reaches_backend_and_endpoint(server: Any) -> None:
     model, fake = chat("ok", latency_target_ms_per_token=7)
 
     @step("plan", priority=3, store=False, latency_ms_per_token=50, deadline_s=60, speculation=False)

@@ -109,7 +109,7 @@ def session(middleware: AgentSpecMiddleware, number: int, **options: Any) -> lis
     return ask(agent(middleware, *SCRIPT, **options), f"t{number}", "look at #W1, please")
 
 
-def taught(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolEvent]]:
+def trained(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolEvent]]:
     middleware, events = opened(*names, **options)
     for number in range(8):
         session(middleware, number)
@@ -117,8 +117,8 @@ def taught(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[ToolE
     return middleware, events
 
 
-def test_messages_are_those_without_early_starts() -> None:
-    middleware, events = taught()
+def test_early_starts_leave_messages_unchanged() -> None:
+    middleware, events = trained()
     early, plain = session(middleware, 8), session(AgentSpecMiddleware(), 9)
     assert shown(early) == shown(plain)
     assert [event.tool for event in events if event.outcome == "hit"]
@@ -139,7 +139,7 @@ def test_agents_without_a_thread_start_tools_too() -> None:
 
 @pytest.mark.parametrize("policy", [pytest.param(StepPolicy(), marks=pytest.mark.slow), StepPolicy(priority=3)])
 def test_an_early_run_has_the_labels_and_the_policy_of_its_call(policy: StepPolicy) -> None:
-    middleware, events = taught(policy=policy, policies={"tools": StepPolicy(model="other")})
+    middleware, events = trained(policy=policy, policies={"tools": StepPolicy(model="other")})
     scopes.clear()
     report().reset()
     asked_by_tools.append(ChatAgentSpec(model="other", runtime=Runtime(backends={"other": FakeBackend()})))
@@ -161,13 +161,13 @@ def test_nothing_starts_early_for_a_deadline_of_its_own() -> None:
     assert not events
 
 
-def test_a_tool_that_other_middleware_puts_in_place_of_another_runs() -> None:
+def test_a_tool_that_other_middleware_substitutes_runs() -> None:
     class Replacing(AgentMiddleware[Any, Any, Any]):
         def wrap_tool_call(self, request: Any, handler: Any) -> Any:
             return handler(request.override(tool=other) if request.tool is look else request)
 
     other = look.model_copy(update={"func": lambda order, full=False: f"another {order}"})
-    middleware, events = taught()
+    middleware, events = trained()
     model = ScriptedModel(messages=iter(SCRIPT))
     graph: Any = create_agent(
         model, [look, buy], middleware=[Replacing(), middleware], checkpointer=InMemorySaver(), name="shop"
@@ -184,7 +184,7 @@ def test_a_model_call_that_fails_drops_what_was_started(error: BaseException) ->
         def wrap_model_call(self, request: Any, handler: Any) -> Any:
             raise error
 
-    middleware, events = taught()
+    middleware, events = trained()
     with pytest.raises(type(error)):
         session(middleware, 8, more=[Failing()])
     assert [event.outcome for event in events] in (["start", "waste"], ["start", "waste"] * 2)
@@ -199,7 +199,7 @@ def test_other_middleware_sees_every_call() -> None:
             seen.append((request.tool_call["name"], result.content))
             return result.model_copy(update={"content": "hidden"})
 
-    middleware, events = taught()
+    middleware, events = trained()
     messages = session(middleware, 8, more=[Watching()])
     assert any(event.outcome == "hit" for event in events)
     assert [name for name, _ in seen] == ["look", "buy", "look"]
@@ -214,7 +214,7 @@ def test_middleware_that_changes_the_arguments_gets_what_these_return() -> None:
                 request = request.override(tool_call={**call, "args": {**call["args"], "full": True}})
             return handler(request)
 
-    middleware, _ = taught()
+    middleware, _ = trained()
     messages = session(middleware, 8, more=[Changing()])
     assert '"full": true' in str(messages[2].content)
 
@@ -265,30 +265,30 @@ def asked(graph: Any, **configurable: Any) -> list[BaseMessage]:
 
 
 @tool
-def whose(order: str) -> str:
+def of_user(order: str) -> str:
     """Read an order for the user of the run."""
-    ran.append("whose")
+    ran.append("of_user")
     return f"{order} of {ensure_config().get('configurable', {}).get('user', 'nobody')}"
 
 
-def test_an_early_run_knows_what_the_caller_configured_and_no_other_caller_gets_its_result() -> None:
-    middleware, events = opened("whose")
-    turns = [asks("whose", order="#W1"), AIMessage("done")]
+def test_an_early_run_has_the_callers_configuration_and_serves_no_other_caller() -> None:
+    middleware, events = opened("of_user")
+    turns = [asks("of_user", order="#W1"), AIMessage("done")]
     for _ in range(8):
-        found = asked(agent(middleware, *turns, tools=[whose]), user="ann")
+        found = asked(agent(middleware, *turns, tools=[of_user]), user="ann")
     assert found[-2].content == "#W1 of ann" and any(event.outcome == "hit" for event in events)
     events.clear()
-    late = agent(middleware, AIMessage("hello"), *turns, tools=[whose])
+    late = agent(middleware, AIMessage("hello"), *turns, tools=[of_user])
     asked(late, user="ann")
     assert asked(late, user="bob")[-2].content == "#W1 of bob"
     assert "start" in {event.outcome for event in events}
 
 
-def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
-    middleware, events = opened("whose")
-    turns = [asks("whose", order="#W1"), AIMessage("done")]
+def test_nothing_starts_early_when_callers_cannot_be_distinguished() -> None:
+    middleware, events = opened("of_user")
+    turns = [asks("of_user", order="#W1"), AIMessage("done")]
     for _ in range(8):
-        found = asked(agent(middleware, *turns, tools=[whose]), user=SecretStr("ann"))
+        found = asked(agent(middleware, *turns, tools=[of_user]), user=SecretStr("ann"))
     assert found[-2].content == "#W1 of **********" and not events
 
 
@@ -297,8 +297,8 @@ def test_nothing_starts_where_two_callers_may_look_the_same() -> None:
     pytest.param({"content": "bought", "additional_kwargs": {"tool_outputs": [{"type": "code_interpreter_call"}]}},
                  marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]) -> None:
-    middleware, events = taught()
+def test_calls_run_by_the_provider_discard_early_results(answer: dict[str, Any]) -> None:
+    middleware, events = trained()
     graph = agent(middleware, AIMessage(**answer), asks("look", order="#W1"), AIMessage("done"))
     ask(graph, "t9", "look at #W1, please")
     assert [event.outcome for event in events if event.tool == "look"][:2] == ["start", "stale"]
@@ -308,8 +308,8 @@ def test_what_the_provider_ran_voids_what_was_read_before(answer: dict[str, Any]
     assert "stale" not in {event.outcome for event in events}
 
 
-def test_branches_of_a_session_have_turns_of_their_own_and_void_each_others_results() -> None:
-    middleware, events = taught()
+def test_branches_have_their_own_turns_and_discard_each_others_results() -> None:
+    middleware, events = trained()
     reading = agent(middleware, AIMessage("wait"), asks("look", order="#W1"), AIMessage("done"))
     writing = agent(middleware, asks("buy", order="#W1"), AIMessage("done"))
 
@@ -392,6 +392,6 @@ async def test_a_listed_tool_of_a_server_starts_early(options: dict[str, Any]) -
         },
     ],
 )
-async def test_a_tool_whose_runtime_others_may_learn_does_not_start_early(options: dict[str, Any]) -> None:
+async def test_a_tool_that_shares_its_runtime_does_not_start_early(options: dict[str, Any]) -> None:
     _, events = await conversations(adapted(**options))
     assert not events and len(ran) == 8

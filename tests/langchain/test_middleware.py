@@ -88,7 +88,7 @@ async def test_an_agents_calls_are_labelled_and_counted_once(asynchronous: bool)
     assert [(key, row.calls) for key, row in rows().items()] == [(("weather", "model"), 2)]
 
 
-async def test_a_model_that_knows_nothing_of_us_is_counted_by_its_answer_or_its_failure() -> None:
+async def test_calls_of_other_chat_models_are_counted_by_usage_or_failure() -> None:
     usage: Any = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
     model = plain(AIMessage("sunny", usage_metadata=usage))
     agent: Any = create_agent(model, [look], middleware=[AgentSpecMiddleware(workflow="mine")])
@@ -187,7 +187,7 @@ async def test_a_policy_is_the_agents_and_another_a_steps() -> None:
     assert asked == [(2, False, 40, True), (5, False, 40, False)]
 
 
-def test_what_is_no_policy_is_refused_where_it_is_written() -> None:
+def test_an_invalid_policy_is_refused_by_the_constructor() -> None:
     for given in ({"policy": {"store": False}}, {"policies": {"model": {"store": False}}}):
         with pytest.raises(ConfigurationError, match=r"write a policy as StepPolicy\(\.\.\.\)"):
             AgentSpecMiddleware(**cast(Any, given))

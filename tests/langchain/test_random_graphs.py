@@ -172,14 +172,14 @@ def played(
     return [*found, world.values, [name for name in world.ran if name not in READ_ONLY]]
 
 
-def taught(events: list[ToolEvent]) -> EarlyTools:
+def trained(events: list[ToolEvent]) -> EarlyTools:
     speculator = ToolSpeculator(ToolPolicy(READ_ONLY), on_event=events.append)
     return EarlyTools(speculator, agent="any")
 
 
 def test_a_graph_does_the_same_with_and_without_early_starts() -> None:
     events: list[ToolEvent] = []
-    assert played(7, taught(events), events, ["one"]) == played(7, None, threads=["one"])
+    assert played(7, trained(events), events, ["one"]) == played(7, None, threads=["one"])
     assert {"hit", "stale"} <= {event.outcome for event in events}  # otherwise this would say little
 
 
@@ -188,5 +188,5 @@ def test_a_graph_does_the_same_with_and_without_early_starts() -> None:
 @given(st.integers(0, 2**32))
 def test_random_graphs_do_the_same_with_and_without_early_starts(seed: int) -> None:
     events: list[ToolEvent] = []
-    assert played(seed, taught(events), events) == played(seed, None)
+    assert played(seed, trained(events), events) == played(seed, None)
     assert not {event.tool for event in events} - set(READ_ONLY)

@@ -44,18 +44,18 @@ def test_a_session_is_recognised_and_its_answers_are_found(recorded: tuple[str, 
     assert list(last.messages[-3:]) == [first.answer, *results]
 
 
-def test_no_secret_survives(recorded: tuple[str, Path]) -> None:
+def test_every_secret_is_redacted(recorded: tuple[str, Path]) -> None:
     name, path = recorded
     calls = list(read(path, Format(name)))
-    told = text_of([[list(call.messages), call.answer] for call in calls])
-    assert SECRETS["asked"] in told and SECRETS["written"] in told
+    text = text_of([[list(call.messages), call.answer] for call in calls])
+    assert SECRETS["asked"] in text and SECRETS["written"] in text
     safe = [Redaction().call(call) for call in calls]
-    told = text_of([[list(call.messages), call.answer, repr(call.labels)] for call in safe])
-    assert not [secret for secret in SECRETS.values() if secret in told or secret[8:] in told]
-    assert "settings.py" in told
+    text = text_of([[list(call.messages), call.answer, repr(call.labels)] for call in safe])
+    assert not [secret for secret in SECRETS.values() if secret in text or secret[8:] in text]
+    assert "settings.py" in text
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+def test_an_unfinished_last_line_is_skipped(tmp_path: Path) -> None:
     path = claude_code(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]) + lines[-1][:-20])
@@ -67,7 +67,7 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
         list(read(path, Format.claude_code))
 
 
-def test_a_branch_knows_nothing_of_the_other(tmp_path: Path) -> None:
+def test_a_branch_has_only_its_own_messages(tmp_path: Path) -> None:
     """In a session one may go back and ask something else."""
     path = claude_code(tmp_path)
     asked = json.loads(path.read_text().splitlines()[2])
@@ -107,9 +107,7 @@ def read_file(path: str | None) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("chained", [True, False])
-def test_an_answer_whose_early_snapshots_are_there_is_read_once(
-    write: Write, snapshots: list[Any], chained: bool
-) -> None:
+def test_an_answer_with_earlier_snapshots_is_read_once(write: Write, snapshots: list[Any], chained: bool) -> None:
     """A line for each block, or for all so far; each behind the one before, or all behind the question."""
     asked = {
         "sessionId": "s",
@@ -167,7 +165,7 @@ def test_after_a_compaction_the_history_is_the_summary(write: Write) -> None:
     assert [message["content"] for message in last.messages] == ["All was read."] and len(calls) == 3
 
 
-def test_a_folder_is_read_as_it_lies_there(tmp_path: Path) -> None:
+def test_folders_are_searched_without_following_links(tmp_path: Path) -> None:
     path = claude_code(tmp_path / "projects")
     (path.parent / "notes.txt").write_text("no session\n")
     (path.parent / "linked.jsonl").symlink_to(path)

@@ -1,53 +1,26 @@
-"""The shipped prompts are well formed, and the warming set shares no code with the measured ones."""
+"""The set that warms the cache of a benchmark shares no code with the measured ones."""
 
 from __future__ import annotations
 
 import ast
-import json
-from importlib.resources import files
 
 import pytest
 
-EDIT_SETS = ["edit", "edit_short", "edit_warm"]
-MEASURED = EDIT_SETS[:2]
-LONG_LINE = 30
+from agentspec.recordings.prompt_sets import load_codes, load_prompts
 
 
-def prompt_text(name: str) -> str:
-    return files("agentspec.recordings").joinpath("prompts", f"{name}.jsonl").read_text(encoding="utf-8")
-
-
-def records(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in prompt_text(name).splitlines()]
-
-
-def defined_names(code: str) -> set[str]:
-    """Names of all functions, methods and classes, without those Python itself gives a meaning."""
+def shared_code(code: str) -> set[str]:
+    """Names that the code defines, and its lines of 30 characters or more; special methods are everyone's."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     names = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)}
-    return {name for name in names if not name.startswith("__")}
+    lines = {line.strip() for line in code.splitlines() if len(line.strip()) >= 30}
+    return {one for one in names | lines if not one.startswith(("__", "def __"))}
 
 
-def long_lines(code: str) -> set[str]:
-    """Lines that could give a warmed cache an answer; special methods' signatures are everyone's."""
-    lines = {line.strip() for line in code.splitlines() if not line.strip().startswith("def __")}
-    return {line for line in lines if len(line) >= LONG_LINE}
-
-
-def test_ids_are_unique_over_all_sets() -> None:
-    ids = [record["id"] for name in [*EDIT_SETS, "control"] for record in records(name)]
-    assert len(ids) == len(set(ids))
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_warming_set_defines_no_measured_name(name: str) -> None:
-    warm = set().union(*(defined_names(record["code"]) for record in records("edit_warm")))
-    measured = set().union(*(defined_names(record["code"]) for record in records(name)))
+@pytest.mark.parametrize("name", ["edit", "edit_short"])
+def test_the_warming_set_shares_no_name_and_no_long_line_with_a_measured_set(name: str) -> None:
+    warm = set[str]().union(*map(shared_code, load_codes("edit_warm")))
+    measured = set[str]().union(*map(shared_code, load_codes(name)))  # type: ignore[arg-type]
     assert measured and not measured & warm
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_warming_set_holds_no_long_line_of_a_measured_task(name: str) -> None:
-    warm = set().union(*(long_lines(record["code"]) for record in records("edit_warm")))
-    measured = set().union(*(long_lines(record["code"]) for record in records(name)))
-    assert measured and not measured & warm
+    prompts = [*load_prompts(name), *load_prompts("control")]  # type: ignore[arg-type]
+    assert len(prompts) == len(set(prompts))

@@ -20,7 +20,7 @@ from agentspec.types import Labels
         "Authorization: Bearer {}",
     ],
 )
-def test_what_a_name_calls_secret_is_taken_out(text: str) -> None:
+def test_values_of_secret_names_are_redacted(text: str) -> None:
     assert Redaction().text(text.format("abcdefgh12345678")) == text.format(REDACTED)
 
 

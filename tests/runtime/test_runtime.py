@@ -74,7 +74,7 @@ async def test_sole_upstream_takes_any_name() -> None:
         Settings(backends={"up": upstream()}, models={"only": ModelSettings(backend="up")}),
     ],
 )
-def test_unknown_names_are_refused_otherwise(settings: Settings) -> None:
+def test_unknown_names_are_refused_with_several_backends_or_listed_models(settings: Settings) -> None:
     runtime = Runtime(settings, backends={name: FakeBackend() for name in settings.backends})
     runtime.start()
     with pytest.raises(ModelNotFoundError) as caught:
@@ -88,17 +88,14 @@ def test_two_backends_with_one_model_need_names() -> None:
         Runtime(settings)
 
 
-async def test_store_setting_reaches_the_backend() -> None:
-    fake = FakeBackend()
-    settings = Settings(cache=Settings().cache.model_copy(update={"store": False}))
-    await text_of(Runtime(settings, backends={"local": fake}).generate(ask("smollm2-135m")))
-    assert fake.requests[0].store is False
-
-
-def test_cache_settings_reach_the_cache(tmp_path: Path) -> None:
+async def test_cache_settings_reach_the_cache_and_the_backend(tmp_path: Path) -> None:
     with SuffixCache.open(tmp_path) as cache, cache.request([1]) as request:
         request.extend([2])
-    runtime = Runtime(Settings(cache=CacheSettings(path=tmp_path, retention="0s", refuse_patterns=("secret",))))
+    fake = FakeBackend()
+    cached = CacheSettings(path=tmp_path, retention="0s", refuse_patterns=("secret",), store=False)
+    runtime = Runtime(Settings(cache=cached), backends={"local": fake})
+    await text_of(runtime.generate(ask("smollm2-135m")))
+    assert fake.requests[0].store is False
     with runtime.cache as cache:
         assert (cache.stats().sequences, cache.stats().forgotten) == (0, 1)
         with cache.request([1], decode=lambda ids: "a secret") as request:
@@ -106,7 +103,7 @@ def test_cache_settings_reach_the_cache(tmp_path: Path) -> None:
         assert cache.stats().refused == 1
 
 
-async def test_before_start_and_after_close() -> None:
+async def test_calls_before_start_and_after_close_are_refused() -> None:
     fake = FakeBackend()
     runtime = Runtime(Settings(), backends={"local": fake})
     with pytest.raises(NotReadyError, match="start"):
@@ -120,27 +117,18 @@ async def test_before_start_and_after_close() -> None:
         await text_of(runtime.generate(ask("smollm2-135m")))
 
 
-@pytest.mark.parametrize(
-    ("missing", "error", "said"),
-    [
-        ("torch.nn", ConfigurationError, r"backends\.local.*pip install .*\[torch\]"),
-        ("agentspec.backends.torch.lost", ModuleNotFoundError, "^lost$"),
-    ],
-)
-def test_what_is_missing_for_the_engine_is_said(
-    missing: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_reported_with_the_extra_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
-        raise ModuleNotFoundError("lost", name=missing)
+        raise ModuleNotFoundError("lost", name="torch.nn")
 
     package = ModuleType("agentspec.backends.torch")
-    monkeypatch.setattr(package, "__getattr__", absent, raising=False)
+    package.__getattr__ = absent  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    with pytest.raises(error, match=said):
+    with pytest.raises(ConfigurationError, match=r"backends\.local.*pip install .*\[torch\]"):
         Runtime(Settings()).start()
 
 
-def test_a_model_that_is_none_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_is_refused_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "agentspec.backends.torch", None)  # importing it would fail
     settings = Settings(backends={"local": TorchSettings(model="nosuch")})
     with pytest.raises(ModelUnavailableError, match="no model 'nosuch'"):
@@ -160,7 +148,7 @@ async def test_the_local_engine_acts_on_extra_fields() -> None:
 
 
 @pytest.mark.parametrize("where", ["own field", "extra"])
-async def test_thoughts_and_what_tells_them_can_be_hidden(where: str) -> None:
+async def test_thoughts_with_token_ids_and_logprobs_can_be_hidden(where: str) -> None:
     class Thinking:
         capabilities = Capabilities()
 

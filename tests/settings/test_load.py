@@ -206,7 +206,7 @@ def test_the_cache_folder_has_two_names(monkeypatch):
         load_settings()
 
 
-def test_the_environment_meets_names_with_case_and_dashes(write, monkeypatch):
+def test_variables_match_names_with_case_and_dashes(write, monkeypatch):
     monkeypatch.setenv("AGENTSPEC_BACKENDS__MY_VLLM__READ_TIMEOUT", "7")
     settings = load_settings(write('[backends.My-vLLM]\nkind = "openai"\nbase_url = "http://h/v1"\n'))
     assert list(settings.backends) == ["My-vLLM"]
@@ -243,7 +243,7 @@ def test_the_documented_settings_are_the_real_ones(repository):
         ("[[backends.local]]\nmax_active = 1", {"backends": {"local": {"model": "m"}}}, None, "backends.local = "),
     ],
 )
-def test_what_should_be_a_table_is_refused_whatever_flags_and_variables_say(
+def test_a_list_in_place_of_a_table_is_refused_with_any_flags_and_variables(
     text: str,
     overrides: dict[str, object],
     variable: str | None,

@@ -54,7 +54,7 @@ def load(tmp_path: Path, text: str) -> Settings:
         ("[fleet]\nopen_seconds = 0\n", "fleet.open_seconds"),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, text: str, message: str) -> None:
+def test_models_and_pools_that_cannot_work_are_refused_by_their_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load(tmp_path, text)
     assert message in str(caught.value)

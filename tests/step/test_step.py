@@ -56,7 +56,7 @@ def model_of(*answers: Any) -> ChatAgentSpec:
     return ChatAgentSpec(model="m", runtime=Runtime(Settings(backends={}), backends={"m": backend}), max_retries=0)
 
 
-def test_what_the_report_counts_of_model_calls() -> None:
+def test_the_report_counts_model_calls() -> None:
     speculation = Speculation(drafted=12, accepted=6, steps=2, estimated_seconds_saved=0.25)
     counted = Answer("a b", usage=Usage(10, 8), speculation=speculation)
     model = model_of(counted, Answer("c", usage=Usage(1, 2)), EngineError("it broke"))
@@ -163,6 +163,10 @@ def test_generators_keep_their_protocol_and_leave_no_labels_between_items() -> N
             yield "caught"
         return got
 
+    closed: Any = generate(1)
+    assert next(closed) == 1
+    closed.close()
+    assert row("generate").errors == 0
     running = generate(1)
     assert inspect.isgeneratorfunction(generate)
     assert next(running) == 1 and current_labels() == Labels()
@@ -171,23 +175,7 @@ def test_generators_keep_their_protocol_and_leave_no_labels_between_items() -> N
     with pytest.raises(StopIteration) as stop:
         next(running)
     assert stop.value.value == ["generate", "sent", "generate"]
-    assert (row("generate").runs, row("generate").errors) == (1, 0)
-
-
-def test_closing_a_generator_closes_its_body() -> None:
-    closed: list[str | None] = []
-
-    @step("closes")
-    def closes() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            closed.append(current_labels().step)
-
-    running: Any = closes()
-    next(running)
-    running.close()
-    assert closed == ["closes"] and row("closes").errors == 0
+    assert (row("generate").runs, row("generate").errors) == (2, 0)
 
 
 async def test_async_generators() -> None:
@@ -251,11 +239,7 @@ async def test_hooks_send_the_labels_and_change_nothing_else(library: Any, async
     assert [seen[0].headers[f"x-agentspec-{name}"] for name in ("session", "workflow", "step")] == ["s", "w", "mine"]
 
 
-async def test_callable_objects_of_every_kind() -> None:
-    class Plain:
-        def __call__(self) -> Labels:
-            return current_labels()
-
+async def test_callable_objects_partial_functions_and_functions_that_return_a_coroutine() -> None:
     class Asynchronous:
         async def __call__(self) -> Labels:
             await asyncio.sleep(0)
@@ -270,45 +254,33 @@ async def test_callable_objects_of_every_kind() -> None:
         def __call__(self) -> Iterator[Labels]:
             yield current_labels()
 
-    assert step("a")(Plain())() == Labels(step="a")
-    stepped = step("b")(Asynchronous())
+    asynchronous = Asynchronous()
+    stepped = step("a")(asynchronous)
     assert inspect.iscoroutinefunction(stepped) and stepped.__name__ == "Asynchronous"
-    assert await stepped() == Labels(step="b")
-    assert await anext(step("c")(Streaming())()) == Labels(step="c")
-    assert list(step("d")(Generating())()) == [Labels(step="d")]
-    assert all(row(name).runs == 1 for name in "abd")
+    assert await stepped() == Labels(step="a")
+    assert await anext(step("b")(Streaming())()) == Labels(step="b")
+    assert list(step("c")(Generating())()) == [Labels(step="c")]
+    assert await step("d")(partial(Asynchronous.__call__, asynchronous))() == Labels(step="d")
+    assert await step("e")(lambda: asynchronous())() == Labels(step="e")
+    assert current_labels() == Labels() and all(row(name).runs == 1 for name in "acde")
 
 
-async def test_a_function_that_returns_a_coroutine() -> None:
-    async def work(number: int) -> tuple[int, Labels]:
-        await asyncio.sleep(0)
-        return number, current_labels()
-
-    assert await step("partial")(partial(work, 3))() == (3, Labels(step="partial"))
-    assert await step("late")(lambda: work(4))() == (4, Labels(step="late"))
-    assert current_labels() == Labels() and row("late").runs == 1
-
-
-def test_a_step_stands_below_a_tool() -> None:
+def test_a_step_stands_below_tools_static_and_class_methods() -> None:
     def look(city: str) -> str:
         """Look a city up."""
         return f"{city} {current_labels().step}"
 
-    assert tool(step("look")(look)).invoke({"city": "Rome"}) == "Rome look"
-    with pytest.raises(TypeError, match="it stands below @tool"):
-        step("look")(tool(look))
-
-
-def test_a_step_stands_below_static_and_class_methods() -> None:
     class Agent:
         @classmethod
         @step("class")
         def find(cls, city: str) -> str:
-            return f"{cls.__name__} {city} {current_labels().step}"
+            return f"{cls.__name__} {look(city)}"
 
+    assert tool(step("look")(look)).invoke({"city": "Rome"}) == "Rome look"
     assert Agent.find("Rome") == Agent().find("Rome") == "Agent Rome class"
-    with pytest.raises(TypeError, match="below @tool, @staticmethod and @classmethod"):
-        step("static")(staticmethod(len))
+    for wrong in (tool(look), staticmethod(look)):
+        with pytest.raises(TypeError, match="it stands below @tool, @staticmethod and @classmethod"):
+            step("look")(wrong)
 
 
 @pytest.mark.parametrize("label", ["session", "workflow"])
@@ -324,7 +296,7 @@ def test_a_label_that_is_no_text_is_refused(label: str) -> None:
     assert current_labels() == Labels()
 
 
-def test_the_earliest_deadline_counts_and_what_is_left_of_it_is_sent() -> None:
+def test_the_earliest_deadline_counts_and_the_remaining_time_is_sent() -> None:
     def left(deadline_s: float | None) -> Any:
         return step("s", deadline_s=deadline_s)(lambda: current_policy().deadline_s)()
 
@@ -336,7 +308,7 @@ def test_the_earliest_deadline_counts_and_what_is_left_of_it_is_sent() -> None:
         assert left(None) == left(5) == 0.001  # it is over, and nothing is refused for it
 
 
-def test_wrong_values_are_refused_where_they_are_written() -> None:
+def test_wrong_values_are_refused_by_the_decorator() -> None:
     with pytest.raises(InvalidRequestError) as raised:
         step("plan", deadline_s=-1)
     assert raised.value.param == "deadline_s"
