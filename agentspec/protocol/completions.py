@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_TOP_LOGPROBS, AnswerFormat, GenerationBody
-from agentspec.protocol.responses import Accumulator, ChunkWriter, clamped
+from agentspec.protocol.responses import ChunkWriter, clamped
 from agentspec.protocol.validation import TEXT, Count, TokenIds, only, validated, wrong_type
 from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob
 
@@ -18,7 +18,7 @@ from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, Samplin
 class _CompletionBody(GenerationBody):
     prompt: Any = None
     logprobs: Count | None = None
-    echo: bool = False
+    echo: Annotated[Any, only(False)] = None
     suffix: Annotated[Any, only("")] = None
 
 
@@ -31,12 +31,10 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
     if count is not None and count > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"logprobs must be at most {MAX_TOP_LOGPROBS}", param="logprobs")
     sampling = SamplingParams(**fields.sampling(), logprobs=count is not None, top_logprobs=count or 0)
-    form = AnswerFormat(**stream, token_ids=bool(fields.return_token_ids), echo=fields.echo)
-    if form.echo and sampling.logprobs:
-        message = "echo and logprobs together are not supported by this model: leave one of them out"
-        raise InvalidRequestError(message, param="echo")
-    shown = form.echo or form.token_ids
-    request = GenerateRequest(model=fields.model, **prompt, sampling=sampling, return_prompt=shown, **fields.service())
+    form = AnswerFormat(**stream, token_ids=bool(fields.return_token_ids))
+    request = GenerateRequest(
+        model=fields.model, **prompt, sampling=sampling, return_prompt=form.token_ids, **fields.service()
+    )
     return request, form
 
 
@@ -64,8 +62,7 @@ def _prompt(value: Any) -> dict[str, Any]:
 class CompletionWriter(ChunkWriter):
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
-    With `echo` every choice begins with the prompt. Of several prompts, each has `per_prompt` choices, and theirs come
-    one after the other.
+    Of several prompts, each has `per_prompt` choices, and theirs come one after the other.
     """
 
     prefix = "cmpl"
@@ -74,27 +71,25 @@ class CompletionWriter(ChunkWriter):
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
     _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
 
-    def body(self, answer: Accumulator) -> dict[str, Any]:
-        for index, prompt in answer.prompts.items():
+    def body(self) -> dict[str, Any]:
+        for index, prompt in self.answer.prompts.items():
             self._prompts[index // self.per_prompt] = prompt
-        return self._whole([self._choice(one.whole(index)) for index, one in answer.all()], answer)
+        return self._whole([self._choice(one.whole(index)) for index, one in self.answer.all()])
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.prompt is not None:
             self._prompts[delta.index // self.per_prompt] = delta.prompt
         tokens = self.format.token_ids and delta.token_ids
-        echoed = self.format.echo and delta.index not in self._offsets
-        if delta.text or delta.logprobs or delta.finish_reason or tokens or echoed:
+        if delta.text or delta.logprobs or delta.finish_reason or tokens:
             yield from self._chunk(self.kind, self._choice(delta), delta)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         index, begins = delta.index, delta.index not in self._offsets
         self._offsets.setdefault(index, 0)
-        known = self._prompts.get(index // self.per_prompt)
-        prompt = known if begins and known is not None else Prompt()
+        prompt = self._prompts.get(index // self.per_prompt, Prompt())
         return {
             "index": index,
-            "text": (prompt.text if self.format.echo else "") + delta.text,
+            "text": delta.text,
             "logprobs": self._logprobs(index, delta.logprobs) if self.request.sampling.logprobs else None,
             "finish_reason": delta.finish_reason,
             **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentspec.protocol.wire import object_in, reported
+from agentspec.protocol.wire import encode, object_in, reported
 
 MAX_MESSAGE = 2000
 MAX_ERROR_BYTES = 1 << 20
@@ -39,7 +38,7 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
     kind = "invalid_request_error" if status < 500 else "upstream_error"
     kind = "rate_limit_error" if status == 429 else kind
     error = {"message": message, "type": kind, "param": None, "code": "upstream_status"}
-    return json.dumps({"error": error}, ensure_ascii=False).encode("utf-8", "replace")
+    return encode({"error": error})
 
 
 def without_account(content: bytes) -> bytes:
@@ -60,26 +59,22 @@ def _message(given: Any) -> str | None:
     return next((text for name in ("error", "message", "detail") if isinstance(text := given.get(name), str)), None)
 
 
-def error_type(status: int) -> str:
-    """Anthropic's name for an error of this HTTP status."""
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-
-
 def anthropic_error(body: bytes, status: int, request_id: str = "") -> bytes:
-    """`body`, an error of OpenAI's shape, in Anthropic's shape; one that has that shape already stays as it is.
-
-    `param` and `code`, where the error has them, stay as further members.
-    """
+    """`body`, an error of OpenAI's shape, in Anthropic's shape; one that has that shape already stays as it is."""
     given = _object(body)
     if given.get("type") == "error" and isinstance(given.get("error"), dict):
         return body
     error: Any = given.get("error")
-    members: dict[str, Any] = error if isinstance(error, dict) else {}
-    message = members.get("message") or members.get("code") or "the request failed"
-    shown: dict[str, Any] = {"type": error_type(status), "message": str(message)}
-    shown |= {name: members[name] for name in ("param", "code") if members.get(name) is not None}
-    whole = {"type": "error", "error": shown, **({"request_id": request_id} if request_id else {})}
-    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return encode(anthropic_form(error if isinstance(error, dict) else {}, status, request_id))
+
+
+def anthropic_form(error: Mapping[str, Any], status: int, request_id: str) -> dict[str, Any]:
+    """OpenAI's object `error` in Anthropic's shape; its `param` and `code` stay as further members."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message = error.get("message") or error.get("code") or "the request failed"
+    shown = {"type": kind, "message": str(message)}
+    shown |= {name: error[name] for name in ("param", "code") if error.get(name) is not None}
+    return {"type": "error", "error": shown, **({"request_id": request_id} if request_id else {})}
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -48,14 +48,12 @@ EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", **_
 class AnswerFormat:
     """How an answer is written: as a stream or whole, and what it contains besides text.
 
-    `usage` adds the usage as a stream's last chunk, `echo` the prompt in front of a text completion. `obfuscation` says
-    whether the client wants its chunks filled up to equal sizes; None if it does not say.
+    `usage` adds the usage as a stream's last chunk. `obfuscation`: chunks are filled up to equal sizes.
     """
 
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
-    echo: bool = False
     obfuscation: bool | None = None
 
 

@@ -6,14 +6,14 @@ import base64
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.tools import ToolCalls
-from agentspec.protocol.wire import encode
+from agentspec.protocol.wire import DONE, encode
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
@@ -87,22 +87,58 @@ class Accumulator:
         return sorted(self.choices.items()) or [(0, Choice())]
 
 
-class ResponseWriter(Protocol):
-    """Writes one answer in the form of its route."""
+@dataclass(slots=True)
+class ApiWriter:
+    """Writes one answer in the form of its API: the chunks of a stream, or `body` after `add` for each delta.
 
-    format: AnswerFormat
+    `obfuscated`: chunks are filled up to equal sizes. `stored`: the answer is stored, for later requests to continue.
+    """
 
-    def body(self, answer: Accumulator) -> dict[str, Any]:
+    holds_answer: ClassVar[bool] = False
+    """Whether a stream's last chunk has the whole answer again."""
+    named: ClassVar[bool] = False
+    """Whether an event is named by the type of its chunk."""
+    end: ClassVar[bytes] = DONE
+    """What ends a stream, also one that failed."""
+    obfuscated: bool = field(default=False, init=False)
+    stored: bool = field(default=False, init=False)
+    answer: Accumulator = field(default_factory=Accumulator, init=False)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers that the answer has for its form."""
+        return {}
+
+    def add(self, delta: Delta) -> None:
+        self.answer.add(delta)
+
+    def body(self) -> dict[str, Any]:
         """The whole answer."""
-        ...
+        raise NotImplementedError
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """The chunks of one delta: none if it is empty, two if it is the last one and the client requested usage."""
-        ...
+        raise NotImplementedError
+
+    def close(self) -> Iterable[dict[str, Any]]:
+        """The chunks after the last delta, before the answer is stored. Also called for a whole answer."""
+        return ()
+
+    def last(self) -> Iterable[dict[str, Any]]:
+        """The chunks after the answer is stored."""
+        return ()
+
+    def failed(self, error: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+        """The chunk for an `error`, which has OpenAI's form, that broke a stream off."""
+        return {"error": error}
+
+    def own_name(self, param: str) -> str:
+        """The name in the request of the field that errors of the backend call `param`."""
+        return param
 
 
 @dataclass(slots=True)
-class ChunkWriter:
+class ChunkWriter(ApiWriter):
     """What the writers of chats and completions share: the fields that each chunk repeats, the counts of the last."""
 
     prefix: ClassVar[str]
@@ -115,6 +151,7 @@ class ChunkWriter:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.obfuscated = bool(self.format.obfuscation)
 
     def _wrap(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
@@ -130,9 +167,9 @@ class ChunkWriter:
         if ends and self.format.usage:
             yield self._wrap(kind, [], usage=usage_object(delta.usage or Usage()), **at_end)
 
-    def _whole(self, choices: list[dict[str, Any]], answer: Accumulator) -> dict[str, Any]:
-        counts = speculation_member(answer.speculation)
-        return self._wrap(self.kind, choices, usage=usage_object(answer.usage), **counts)
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        counts = speculation_member(self.answer.speculation)
+        return self._wrap(self.kind, choices, usage=usage_object(self.answer.usage), **counts)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -187,9 +224,9 @@ class ChatWriter(ChunkWriter):
     kind = "chat.completion"
     _begun: set[int] = field(default_factory=set, init=False)
 
-    def body(self, answer: Accumulator) -> dict[str, Any]:
-        choices = [self._choice(index, choice) for index, choice in answer.all()]
-        return self._whole(choices, answer) | self._prompt(answer.prompt)
+    def body(self) -> dict[str, Any]:
+        choices = [self._choice(index, choice) for index, choice in self.answer.all()]
+        return self._whole(choices) | self._prompt(self.answer.prompt)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         begins = delta.index not in self._begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,17 @@ from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import InvalidRequestError
+from agentspec.protocol.responses import ApiWriter, obfuscated
 from agentspec.protocol.validation import shown_name
+from agentspec.protocol.wire import encode, event, named_event, object_in
 from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
-from agentspec.proxy.api import Api, ApiWriter, History, json_response, respond
+from agentspec.proxy.api import Api, History, json_response, respond
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.completions.prompts import merged
 from agentspec.proxy.completions.translation import TRANSLATED, chat_deltas, chat_request
+from agentspec.proxy.errors import error_response
 from agentspec.proxy.request_context import RequestContext
 from agentspec.reasoning.strategy import Strategy
 from agentspec.types import Delta, GenerateRequest
@@ -166,19 +169,23 @@ class Sending:
                     if writer.holds_answer:
                         await self.body.grow(delta.size)
                     answer.add(delta)
-                    for event in writer.events(delta):
-                        await answer.send(piece(event))
+                    await self._send_chunks(writer.chunks(delta))
                     delta = await anext(deltas, None)
             closing = [*writer.close()]
             await self._store()
-            for event in [*closing, *writer.last()]:
-                await answer.send(piece(event))
+            await self._send_chunks([*closing, *writer.last()])
         except Exception as error:
             answer.interrupt(error)
-            for event in writer.failure(error, answer.request_id):
-                await answer.send(piece(event))
-        await answer.send({"type": "http.response.body", "body": b""})
+            known = error_response(error, answer.request_id)
+            message = object_in(known.body)["error"]
+            await self._send_chunks([writer.failed(message, known.status, answer.request_id)])
+        await answer.send({"type": "http.response.body", "body": writer.end})
+
+    async def _send_chunks(self, chunks: Iterable[dict[str, Any]]) -> None:
+        for chunk in chunks:
+            data = obfuscated(chunk) if self.writer.obfuscated else encode(chunk)
+            await self.answer.send(piece(named_event(chunk["type"], data) if self.writer.named else event(data)))
 
     async def _store(self) -> None:
-        if (response := self.writer.to_store(self.context, self.answer.seconds)) is not None:
-            self.writer.stored(await self.keeper.put(response))
+        if self.writer.stored:
+            await self.keeper.store(self.writer, self.context, self.answer.seconds)

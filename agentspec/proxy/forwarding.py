@@ -5,16 +5,14 @@ search for these names finds."""
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.fields import GOAL, PRIORITY, takes_switches
+from agentspec.backends.openai.fields import GOAL, PRIORITY
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
@@ -31,42 +29,21 @@ if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
 
-logger = logging.getLogger(__name__)
-
-
 async def with_policy(
     backend: OpenAIBackend, path: str, fields: Mapping[str, Any], context: RequestContext
 ) -> Mapping[str, Any]:
     """The `fields` of a body for `path` with what the request's policy says and the body does not: the priority, if
     the upstream schedules by it, and the latency goal, if its drafts serve one first.
 
-    The headers go on as they are, since another gateway may follow them; what no other upstream does is logged once.
+    The headers go on as they are, since another gateway may follow them.
     """
     policy = context.policy
     goal = policy.latency_ms_per_token
-    heeded = {
-        PRIORITY: policy.priority if backend.settings.priority != "off" else None,
-        GOAL: goal if goal is not None and await backend.keeps_latency(path) else None,
-    }
-    sent = bool(context.off) and takes_switches(await backend.server_kind(), path)
-    unheeded = {
-        "deadline-s": policy.deadline_s,
-        "latency-ms-per-token": goal if heeded[GOAL] is None else None,
-        "priority": policy.priority if heeded[PRIORITY] is None else None,
-        "strategy": policy.strategy,
-        "speculation": None if context.speculation or sent else "off",
-        "store": None if context.store or sent or path == RESPONSES else "off",  # a field of theirs says it
-    }
-    for name, value in unheeded.items():
-        if value is not None:
-            _say_once(str(backend.settings.url), name)
-    added = {name: value for name, value in heeded.items() if value is not None and fields.get(name) is None}
+    added: dict[str, Any] = {PRIORITY: policy.priority} if backend.settings.priority != "off" else {}
+    if goal is not None and await backend.keeps_latency(path):
+        added[GOAL] = goal
+    added = {name: value for name, value in added.items() if value is not None and fields.get(name) is None}
     return {**fields, **added} if added else fields
-
-
-@lru_cache(maxsize=1024)
-def _say_once(upstream: str, name: str) -> None:
-    logger.warning("upstream %s: only an agentspec gateway would follow x-agentspec-%s there", upstream, name)
 
 
 PARSED_BYTES = 64 << 10

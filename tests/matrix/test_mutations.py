@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     ),
     "no event for an error": (
         f"{PROXY}.answering:Sending._send_events",
-        "for event in writer.failure(error, answer.request_id):\n            await answer.send(piece(event))",
+        "await self._send_chunks([writer.failed(message, known.status, answer.request_id)])",
         "pass",
         {"backend": "scripted", "ending": "cut", "stream": True},
     ),

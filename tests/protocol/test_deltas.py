@@ -196,9 +196,8 @@ def test_what_was_read_can_be_written_again(chunk: Any, number: str) -> None:
     asked = GenerateRequest("m", [{"role": "user", "content": "x"}], sampling=SamplingParams(logprobs=True))
     writer = ChatWriter(asked, AnswerFormat())
     with suppress(UpstreamError):
-        answer = Accumulator()
-        answer.add(to_delta(given))
-        encode(writer.body(answer))
+        writer.add(to_delta(given))
+        encode(writer.body())
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from agentspec.protocol.completions import CompletionWriter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import BLOCK, Accumulator, ChatWriter, Choice, ResponseWriter, obfuscated
+from agentspec.protocol.responses import BLOCK, ApiWriter, ChatWriter, Choice, obfuscated
 from agentspec.protocol.wire import encode
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -68,7 +68,9 @@ def delta(given: dict[str, Any]) -> Delta:
     return Delta(**made)
 
 
-def writer(api: str, options: dict[str, Any], *, stream: bool) -> ResponseWriter:
+def writer(api: str, options: dict[str, Any], *, stream: bool) -> ApiWriter:
+    if api == "responses":
+        return EventWriter(parse_responses({"model": "m", "input": "hi", **options}))
     if api == "messages":
         return MessagesWriter("m", MessagesRequest({}, stream=stream, **options))
     prompt: dict[str, Any] = {"messages": []} if api == "chat" else {"text": "p"}
@@ -80,18 +82,13 @@ def writer(api: str, options: dict[str, Any], *, stream: bool) -> ResponseWriter
 
 def written(api: str, options: dict[str, Any], deltas: list[Delta]) -> dict[str, Any]:
     """The stream and the whole answer, without ids and times, which the client's types have read."""
-    answer, stream = Accumulator(), list[dict[str, Any]]()
-    if api == "responses":
-        events = EventWriter(parse_responses({"model": "m", "input": "hi", **options}))
-        stream += [*events.begin(), *(event for one in deltas for event in events.write(one)), *events.close()]
-        stream.append(events.last())
-        whole = events.response
-    else:
-        streaming = writer(api, options, stream=True)
-        stream += [chunk for one in deltas for chunk in streaming.chunks(one)]
-        for one in deltas:
-            answer.add(one)
-        whole = writer(api, options, stream=False).body(answer)
+    streaming, writing = (writer(api, options, stream=stream) for stream in (True, False))
+    stream = [chunk for one in deltas for chunk in streaming.chunks(one)]
+    stream += [*streaming.close(), *streaming.last()]
+    for one in deltas:
+        writing.add(one)
+    list(writing.close())
+    whole = writing.body()
     for kind, values in zip(TYPES.get(api, ()), (stream, [whole]), strict=False):
         for value in values:
             assert value.get("type") == "ping" or kind.validate_python(value)
@@ -174,15 +171,16 @@ def test_pieces_are_joined_only_when_they_are_read() -> None:
 
 @given(st.lists(st.lists(st.text(max_size=3), max_size=3), min_size=1, max_size=4))
 def test_text_offsets_run_through_the_chunks(words: list[list[str]]) -> None:
-    writing, answer, offsets = writer("completion", {"logprobs": True}, stream=True), Accumulator(), []
+    writing, whole = (writer("completion", {"logprobs": True}, stream=stream) for stream in (True, False))
+    offsets: list[int] = []
     for group in words:
         one = Delta(text="".join(group), logprobs=tuple(TokenLogprob(0, word, -1.0) for word in group))
-        answer.add(one)
+        whole.add(one)
         for chunk in writing.chunks(one):
             offsets += chunk["choices"][0]["logprobs"]["text_offset"]
     tokens = [word for group in words for word in group]
     assert offsets == [sum(len(word) for word in tokens[:i]) for i in range(len(tokens))]
-    [choice] = writer("completion", {"logprobs": True}, stream=False).body(answer)["choices"]
+    [choice] = whole.body()["choices"]
     assert choice["text"] == "".join(tokens) and choice["logprobs"]["text_offset"] == offsets
 
 

@@ -167,8 +167,9 @@ def test_the_names_of_a_chats_fields(chat: str, own: str) -> None:
 def test_the_input_of_a_custom_tool_whatever_the_model_wrote(written: str, text: str) -> None:
     called = [{"index": 0, "id": "c", "function": {"name": "edit", "arguments": written}}]
     writer = EventWriter(parse_responses({"input": "hi", "tools": [{"type": "custom", "name": "edit"}]}))
-    [*writer.write(Delta(extra={"tool_calls": called}, finish_reason="tool_calls")), *writer.close()]
-    assert writer.response["output"][0]["input"] == text
+    writer.add(Delta(extra={"tool_calls": called}, finish_reason="tool_calls"))
+    list(writer.close())
+    assert writer.body()["output"][0]["input"] == text
 
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -181,7 +182,7 @@ def writer(**fields: Any) -> EventWriter:
 
 def events(deltas: list[Delta], **fields: Any) -> list[dict[str, Any]]:
     one = writer(**fields)
-    found = [*one.begin(), *(event for delta in deltas for event in one.write(delta)), *one.close(), one.last()]
+    found = [*(event for delta in deltas for event in one.chunks(delta)), *one.close(), *one.last()]
     for number, event in enumerate(found):
         assert event["sequence_number"] == number and EVENT.validate_python(event).type == event["type"]
     Response.model_validate(found[-1]["response"])
@@ -253,7 +254,7 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
 
 def test_a_failed_answer_has_what_was_written() -> None:
     one = writer()
-    found = [*one.begin(), *one.write(Delta(text="half"))]
-    last = one.fail("server_error", "it broke")
+    found = [*one.chunks(Delta(text="half"))]
+    last = one.failed({"message": "it broke"}, 502, "r")
     assert EVENT.validate_python(last).response.error.message == "it broke"
     assert last["response"]["output"][0]["content"][0]["text"] == "half" and last["sequence_number"] == len(found)

@@ -63,7 +63,7 @@ def test_every_tool_has_its_own_name_and_is_found_by_it(
         whole = Delta(finish_reason="tool_calls", extra={"tool_calls": calls})
         deltas = [Delta(extra={"tool_calls": [call]}) for call in calls] if streamed else [whole]
         writer = EventWriter(request)
-        events = [event for delta in deltas for event in writer.write(delta)] + [*writer.close()]
+        events = [event for delta in deltas for event in writer.chunks(delta)] + [*writer.close()]
         done = [one["item"] for one in events if one["type"] == "response.output_item.done" and calls]
         found = [(one["type"].split("_")[0], one.get("namespace"), one["name"]) for one in done]
         assert found == [(tool.kind, tool.namespace, tool.name) for tool in request.tools]

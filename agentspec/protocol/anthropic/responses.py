@@ -9,8 +9,8 @@ from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.anthropic.requests import MessagesRequest
-from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import Accumulator, speculation_member, thoughts_of
+from agentspec.protocol.errors import anthropic_form
+from agentspec.protocol.responses import ApiWriter, speculation_member, thoughts_of
 from agentspec.protocol.tools import CUT_OFF, ToolCalls, whole_arguments
 from agentspec.types import Delta, Usage
 
@@ -35,15 +35,16 @@ class _OpenBlock:
 
 
 @dataclass(slots=True)
-class MessagesWriter:
+class MessagesWriter(ApiWriter):
     """Writes one answer. Blank text before a thought, a call or the end makes no block of its own.
 
     In a whole message the `input` of a call is an object, so a call that has none, or was cut off, is a text there.
     """
 
+    named = True
+    end = b""
     model: str
     request: MessagesRequest
-    format: AnswerFormat = field(init=False)
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}", init=False)
     _begun: bool = field(default=False, init=False)
     _blocks: int = field(default=0, init=False)
@@ -53,12 +54,11 @@ class MessagesWriter:
     _blank: str = field(default="", init=False)
     _waiting: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict, init=False)  # pieces of later calls
 
-    def __post_init__(self) -> None:
-        self.format = AnswerFormat(stream=self.request.stream)
+    def failed(self, error: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
+        return anthropic_form(error, status, request_id)
 
-    def body(self, answer: Accumulator) -> dict[str, Any]:
-        """The whole message."""
-        _, choice = answer.all()[0]
+    def body(self) -> dict[str, Any]:
+        _, choice = self.answer.all()[0]
         calls = choice.extra.get("tool_calls") or ()
         text, thoughts = "".join(choice.text), thoughts_of(choice.extra)
         content: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ class MessagesWriter:
         content += [self._tool_use(call, choice.finish_reason) for call in calls]
         called = any(block["type"] == "tool_use" for block in content)
         ended = _ended(choice.finish_reason, choice.stop_reason, called=called)
-        return self._message(content, answer.usage) | ended | speculation_member(answer.speculation)
+        return self._message(content, self.answer.usage) | ended | speculation_member(self.answer.speculation)
 
     def chunks(self, delta: Delta) -> Iterator[Event]:
         """The events of one delta. The first is preceded by `message_start`; the last is followed by `message_stop`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentspec.protocol.openai_responses.items import Item, input_of, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.responses import speculation_member, thoughts_of
+from agentspec.protocol.responses import ApiWriter, speculation_member, thoughts_of
 from agentspec.protocol.tools import whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
@@ -161,18 +161,21 @@ class CustomCallItem(CallItem):
         return {"input": input_of(self.written)}
 
 
+UNENFORCED = "x-agentspec-unenforced"
+"""Header that names fields which only the prompt asks for: forms of tools' inputs that nothing enforces."""
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
 
 @dataclass(slots=True)
-class EventWriter:
-    """Writes one answer: `begin`, `write` for each delta, `close` after the last, then `last` or `fail`.
-
-    Items are written one after the other. Calls stay open until the end, since pieces of several may come in any order.
+class EventWriter(ApiWriter):
+    """Writes the items of one answer one after the other. Calls stay open until the end, since pieces of several may
+    come in any order.
     """
 
+    named = True
+    end = b""
+    holds_answer = True
     request: ResponsesRequest
-    stored: bool = False
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[OutputItem] = field(default_factory=list)
@@ -184,12 +187,23 @@ class EventWriter:
     _number: int = 0
     _completed: int | None = None
 
-    def begin(self) -> Iterator[Event]:
-        yield self._event({"type": "response.created", "response": self._response("in_progress")})
-        yield self._event({"type": "response.in_progress", "response": self._response("in_progress")})
+    def __post_init__(self) -> None:
+        self.obfuscated = bool(self.request.obfuscation)
 
-    def write(self, delta: Delta) -> Iterator[Event]:
+    @property
+    def headers(self) -> Mapping[str, str]:
+        unenforced = self.request.unenforced
+        return {UNENFORCED: ", ".join(unenforced)} if unenforced else {}
+
+    def add(self, delta: Delta) -> None:
+        for _ in self.chunks(delta):
+            pass
+
+    def chunks(self, delta: Delta) -> Iterator[Event]:
         """The events of one delta; those of other choices than the first are none."""
+        if self._number == 0:
+            yield self._event({"type": "response.created", "response": self._response("in_progress")})
+            yield self._event({"type": "response.in_progress", "response": self._response("in_progress")})
         self._usage = delta.usage or self._usage
         self._speculation = delta.speculation or self._speculation
         self._finish = delta.finish_reason or self._finish
@@ -216,24 +230,24 @@ class EventWriter:
             ended = status if item is self._items[-1] else "completed"
             yield from self._end(item, "incomplete" if self._is_broken(item) else ended)
 
-    def last(self) -> Event:
-        """The event that ends the answer."""
-        status = self.status
-        return self._event({"type": f"response.{status}", "response": self._response(status)})
+    def last(self) -> Iterator[Event]:
+        yield self._event({"type": f"response.{self.status}", "response": self._response(self.status)})
 
-    def fail(self, code: str, message: str) -> Event:
-        """The event that ends an answer that an error broke off."""
-        response = self._response("failed") | {"error": {"code": code, "message": message}}
+    def failed(self, error: dict[str, Any], status: int, request_id: str) -> Event:
+        code = "invalid_prompt" if status < 500 else "server_error"
+        code = "rate_limit_exceeded" if status == 429 else code
+        response = self._response("failed") | {"error": {"code": code, "message": error["message"]}}
         return self._event({"type": "response.failed", "response": response})
 
     @property
     def status(self) -> str:
         return "incomplete" if self._finish in _INCOMPLETE else "completed"
 
-    @property
-    def response(self) -> dict[str, Any]:
-        """The whole answer."""
+    def body(self) -> dict[str, Any]:
         return self._response(self.status)
+
+    def own_name(self, param: str) -> str:
+        return self.request.own_name(param)
 
     def _write_text(self, kind: type[MessageItem], text: str) -> Iterator[Event]:
         if type(self._text) is not kind:

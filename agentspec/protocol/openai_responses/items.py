@@ -309,15 +309,11 @@ _DECLARED: dict[str, type[_ToolObject]] = {**_TOOLS, "namespace": _Namespace}
 def client_tools(tools: Sequence[Any], param: str = "tools") -> list[ClientTool]:
     """The tools in the field `param`, those of namespaces one by one.
 
-    Raises `InvalidRequestError` for a tool that the client does not run itself, for two of one name, and for more than
-    `MAX_TOOLS`.
+    Raises `InvalidRequestError` for a tool that the client does not run itself, and for two of one name.
     """
     names = [f"{param}[{index}]" for index in range(len(tools))]
     read = [read_one(tool, name, _DECLARED) for name, tool in zip(names, tools, strict=True)]
     found = [tool for name, one in zip(names, read, strict=True) for tool in one.declared(name)]
-    if len(found) > MAX_TOOLS:
-        message = f"{param} has more than {MAX_TOOLS} entries, those of namespaces counted"
-        raise InvalidRequestError(message, param=param)
     keys: set[Key] = set()
     for tool in found:
         if tool.key in keys:
@@ -337,7 +333,7 @@ def offered_tools(known: Iterable[ClientTool]) -> list[ClientTool]:
     latest = {tool.key: tool for tool in known}
     if len(latest) > MAX_TOOLS:
         message = f"the conversation brings more than {MAX_TOOLS} tools, those of namespaces counted"
-        raise InvalidRequestError(message, param="input")
+        raise InvalidRequestError(message, param="tools")
     return [*latest.values()]
 
 

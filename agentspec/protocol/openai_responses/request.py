@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -73,12 +73,12 @@ class Conversation:
         self._add({"role": "system", "content": text})
 
     def _add(self, message: dict[str, Any]) -> None:
-        last = self.messages[-1] if self.messages else None
-        both_begin = last is not None and len(self.messages) == 1 and last["role"] == message["role"] == "system"
-        if both_begin and last is not None:  # templates take one system message, at the beginning
-            last["content"] = _together(last["content"], message["content"])
-            return
-        self.messages.append(message)
+        first = self.messages[0] if len(self.messages) == 1 else {}
+        texts = isinstance(first.get("content"), str) and isinstance(message["content"], str)
+        if texts and first["role"] == message["role"] == "system":  # templates take one, at the beginning
+            first["content"] += f"\n\n{message['content']}"
+        else:
+            self.messages.append(message)
 
     def _add_output(self, item: Item, index: int) -> None:
         if item["call_id"] not in self._called:
@@ -134,14 +134,6 @@ def _content(parts: Sequence[Item]) -> Any:
     if all(part["type"] in ("input_text", "refusal") for part in parts):
         return _joined(parts)
     return [_chat_part(part) for part in parts]
-
-
-def _together(first: Any, second: Any) -> Any:
-    """Two contents as one: text if both are, else the parts of both."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    both = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second))
-    return [part for parts in both for part in parts]
 
 
 def _chat_part(part: Item) -> dict[str, Any]:
@@ -237,42 +229,20 @@ class _ResponsesBody(SamplingFields, Body):
 class ResponsesRequest:
     """A request that was read. `items` is its own input; `fields` are the parts that the answer repeats.
 
-    `store` and `previous` (an id) are what the client wishes; `known` are the tools that it declares, then those that
-    its items bring. With `continuing`, `chat` has the fields of the chat request besides its messages, `tools` are
-    those in it, as the client names them, and `names` what they are called in it.
+    `store` and `previous` (an id) are what the client wishes. `chat` has the fields of the chat request besides its
+    messages, `tools` are those in it, as the client names them, and `names` what they are called in it.
     """
 
     items: list[Item]
     fields: Mapping[str, Any]
     chat: Mapping[str, Any]
-    known: tuple[Sequence[ClientTool], Sequence[ClientTool]]
-    choice: Any
+    tools: Sequence[ClientTool]
+    names: ToolNames
     instructions: str | None
     previous: str | None
     stream: bool
     store: bool
     obfuscation: bool | None
-    tools: Sequence[ClientTool] = ()
-    names: ToolNames = field(default_factory=ToolNames)
-
-    def continuing(self, history: Sequence[Item]) -> ResponsesRequest:
-        """This request after the items of earlier responses. Raises `InvalidRequestError` for tools of either."""
-        declared, own = self.known
-        tools = offered_tools([*declared, *added_tools(history, "previous_response_id"), *own])
-        names = ToolNames.of(tool.key for tool in tools)
-        chat: dict[str, Any] = {**self.chat}
-        if self.choice is not None:
-            chosen, tools = allowed_tools(self.choice, tools)
-            chat["tool_choice"] = chosen
-            if isinstance(chosen, ClientTool):
-                chat["tool_choice"] = {"type": "function", "function": {"name": names.of_key(chosen.key)}}
-        if tools:
-            chat["tools"] = chat_tools(tools, names)
-        else:  # without tools these say nothing, and chats refuse them
-            chat.pop("parallel_tool_calls", None)
-            if chat.get("tool_choice") in ("auto", "none"):
-                del chat["tool_choice"]
-        return replace(self, chat=chat, tools=tools, names=names)
 
     def messages(self, history: Sequence[Item] = ()) -> list[dict[str, Any]]:
         """The messages of instructions, the items of earlier responses, and this request. Raises as `parse_input`."""
@@ -302,8 +272,8 @@ class ResponsesRequest:
         return _RENAMED.get(head, head) + dot + rest
 
 
-def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
-    """Parse a request. One that continues an earlier response offers tools only after `continuing`.
+def parse_responses(body: Mapping[str, Any], history: Sequence[Item] = ()) -> ResponsesRequest:
+    """Parse a request after the items of the earlier responses that it continues, which may bring tools.
 
     Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported.
     """
@@ -312,21 +282,33 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesRequest:
         raise InvalidRequestError("input is missing", param="input")
     items = parse_input([] if fields.input is None else fields.input)
     check_stream_options(fields.stream_options, stream=fields.stream)
-    chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields)
     declared, own = client_tools(fields.tools or []), added_tools(items, "input[{}]")
-    request = ResponsesRequest(
+    tools = offered_tools([*declared, *added_tools(history, "previous_response_id"), *own])
+    names = ToolNames.of(tool.key for tool in tools)
+    chat = {name: body[name] for name in _AS_IN_CHATS if body.get(name) is not None} | _chat(fields)
+    if fields.tool_choice is not None:
+        chosen, tools = allowed_tools(fields.tool_choice, tools)
+        chat["tool_choice"] = chosen
+        if isinstance(chosen, ClientTool):
+            chat["tool_choice"] = {"type": "function", "function": {"name": names.of_key(chosen.key)}}
+    if tools:
+        chat["tools"] = chat_tools(tools, names)
+    else:  # without tools these say nothing, and chats refuse them
+        chat.pop("parallel_tool_calls", None)
+        if chat.get("tool_choice") in ("auto", "none"):
+            del chat["tool_choice"]
+    return ResponsesRequest(
         items=items,
         fields=_repeated(fields, body),
         chat=chat,
-        known=(declared, own),
-        choice=fields.tool_choice,
+        tools=tools,
+        names=names,
         instructions=fields.instructions,
         previous=fields.previous_response_id,
         stream=fields.stream,
         store=fields.store,
         obfuscation=fields.stream_options.include_obfuscation,
     )
-    return request if request.previous else request.continuing(())
 
 
 def _chat(fields: _ResponsesBody) -> dict[str, Any]:

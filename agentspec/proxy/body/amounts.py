@@ -7,10 +7,8 @@ from typing import Any
 
 from agentspec.backends.base import COMPLETIONS, EMBEDDINGS, RESPONSES
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.openai_responses.items import ADDITIONAL_TOOLS
 from agentspec.protocol.requests import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS
 from agentspec.protocol.validation import MAX_PHRASE, MAX_STOPS
-from agentspec.proxy.body.stored_names import objects
 from agentspec.settings.server import ServerSettings
 from agentspec.types import MAX_CHOICES
 
@@ -41,9 +39,6 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
     _length(fields, "messages", MAX_MESSAGES)
     if path.startswith(RESPONSES):
         _length(fields, "input", MAX_MESSAGES)
-        if len(_offered(fields)) > MAX_TOOLS:
-            message = f"more than {MAX_TOOLS} tools, those of namespaces and items counted"
-            raise InvalidRequestError(message, param="tools")
     _length(fields, "tools", MAX_TOOLS)
     _length(fields, "functions", MAX_TOOLS)
     _length(fields, "logit_bias", MAX_BIASES)
@@ -54,17 +49,6 @@ def check_amounts(fields: Mapping[str, Any], path: str, limits: ServerSettings) 
         raise InvalidRequestError(f"the request asks for more than {MAX_CHOICES} answers", param="prompt")
     if path == EMBEDDINGS and _texts(fields.get("input")) > MAX_TEXTS:
         raise InvalidRequestError(f"input has more than {MAX_TEXTS} texts", param="input")
-
-
-def _offered(fields: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The namespaces and names of the tools that a Responses request offers, those that its items bring among them."""
-    bringing = (
-        item for item in objects(fields.get("input")) if item.get("type") in (ADDITIONAL_TOOLS, "tool_search_output")
-    )
-    offered = [tool for one in (fields, *bringing) for tool in objects(one.get("tools"))]
-    spaces = [("", [one for one in offered if "tools" not in one])]
-    spaces += [(str(one.get("name")), objects(one["tools"])) for one in offered if "tools" in one]
-    return {(space, str(tool.get("name") or tool)) for space, tools in spaces for tool in tools}
 
 
 def _count(fields: Mapping[str, Any], name: str, low: int, high: int, setting: str = "") -> int:

@@ -9,8 +9,8 @@ from agentspec.backends.base import CHAT, COMPLETIONS
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.completions import CompletionWriter, parse_completion
 from agentspec.protocol.requests import parse_chat
-from agentspec.protocol.responses import ChatWriter
-from agentspec.proxy.api import Api, ApiWriter, Fields, History
+from agentspec.protocol.responses import ApiWriter, ChatWriter
+from agentspec.proxy.api import Api, Fields, History
 from agentspec.proxy.completions.prompts import several_prompts
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import MAX_CHOICES, GenerateRequest
@@ -20,7 +20,7 @@ Parsed = tuple[Sequence[GenerateRequest], ApiWriter]
 
 def _parse_chat(fields: Fields, context: RequestContext, history: History) -> Parsed:
     request, form = parse_chat(fields)
-    return [request], ApiWriter(ChatWriter(request, form))
+    return [request], ChatWriter(request, form)
 
 
 def _parse_completions(fields: Fields, context: RequestContext, history: History) -> Parsed:
@@ -28,7 +28,7 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
     prompts = several_prompts(fields.get("prompt"))
     if prompts is None:
         request, form = parse_completion(fields)
-        return [request], ApiWriter(CompletionWriter(request, form))
+        return [request], CompletionWriter(request, form)
     parsed = [parse_completion({**fields, "prompt": prompt}) for prompt in prompts]
     first, form = parsed[0]
     per_prompt = first.sampling.n
@@ -37,7 +37,7 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
         message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="n")
     whole = replace(first, sampling=replace(first.sampling, n=count))
-    return [request for request, _ in parsed], ApiWriter(CompletionWriter(whole, form, per_prompt))
+    return [request for request, _ in parsed], CompletionWriter(whole, form, per_prompt)
 
 
 CHATS = Api(CHAT, _parse_chat)

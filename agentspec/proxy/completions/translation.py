@@ -11,9 +11,10 @@ from agentspec.backends.base import CHAT, RESPONSES
 from agentspec.backends.http import Room
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import UpstreamStatusError
+from agentspec.protocol.responses import ApiWriter
 from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.api import Api, ApiWriter, History
+from agentspec.proxy.api import Api, History
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.forwarding import with_policy
 from agentspec.proxy.request_context import RequestContext

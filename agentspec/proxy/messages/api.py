@@ -9,10 +9,11 @@ from typing import Any
 
 from agentspec.backends.base import MESSAGES
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.anthropic.requests import MessagesRequest, parse_messages
+from agentspec.protocol.anthropic.requests import parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
 from agentspec.protocol.requests import parse_chat
-from agentspec.proxy.api import Api, ApiWriter, Fields, History
+from agentspec.protocol.responses import ApiWriter
+from agentspec.proxy.api import Api, Fields, History
 from agentspec.proxy.errors import anthropic_error_event
 from agentspec.proxy.forwarding import Inspector
 from agentspec.proxy.request_context import RequestContext
@@ -42,26 +43,13 @@ class MessagesInspector(Inspector):
             self.counts["usage"] |= {name: count for name, count in usage.items() if count is not None}
 
 
-class _Writer(ApiWriter):
-    """Anthropic's events, of which an error is the last."""
-
-    named = True
-    end = b""
-
-    def error_event(self, error: Exception, request_id: str) -> bytes:
-        return anthropic_error_event(error, request_id)
-
-
-def _writer(fields: Fields, request: MessagesRequest) -> ApiWriter:
-    return _Writer(MessagesWriter(fields["model"], request.bare()))
-
-
 def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
     parsed = parse_messages(fields)
     request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
     if parsed.stream and not isinstance(context.route.backend, Strategy):  # its prompt is counted first
         request = replace(request, return_prompt=True)
-    return [replace(request, thinking_budget=parsed.thinking_budget)], _writer(fields, parsed)
+    writer = MessagesWriter(request.model, parsed.bare())
+    return [replace(request, thinking_budget=parsed.thinking_budget)], writer
 
 
 def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
@@ -69,7 +57,7 @@ def _translate(fields: Fields, context: RequestContext, history: History, templa
     if parsed.prefilled and not templated:
         message = "the last message must not be the assistant's: this upstream continues no message"
         raise InvalidRequestError(message, param="messages")
-    return parsed.chat, _writer(fields, parsed)
+    return parsed.chat, MessagesWriter(fields["model"], parsed.bare())
 
 
 ANTHROPIC = Api(MESSAGES, _parse, _translate, MessagesInspector)

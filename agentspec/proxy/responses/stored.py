@@ -22,8 +22,10 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import CacheError, InvalidRequestError
 from agentspec.protocol.errors import without_account
+from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.requests import MAX_MESSAGES
+from agentspec.protocol.responses import ApiWriter
 from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import SseDecoder, encode, named_event, object_in
 from agentspec.proxy.admission import Deadline, until_disconnect
@@ -78,6 +80,23 @@ class Keeper:
     @property
     def stores(self) -> bool:
         return self.runtime.settings.cache.store
+
+    async def store(self, writer: ApiWriter, context: RequestContext, seconds: float) -> None:
+        """Store the answer of `writer`, to a request that came `seconds` ago."""
+        assert isinstance(writer, EventWriter)
+        request, now = writer.request, time.time()
+        writer.stored = await self.put(
+            StoredResponse(
+                id=writer.id,
+                tenant=context.tenant,
+                created_at=now,
+                session=context.labels.session,
+                previous=request.previous,
+                response=writer.body(),
+                items=request.items,
+                begun=now - seconds,
+            )
+        )
 
     async def put(self, stored: StoredResponse) -> bool:
         """Store an answer; False, with a warning in the log, if that cannot be done."""

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES
+from agentspec.backends.base import CHAT, COMPLETIONS, EMBEDDINGS
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.requests import MAX_TOOLS
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.settings.server import ServerSettings
 
@@ -51,29 +50,6 @@ def test_amounts_are_bounded(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check(fields)
     assert caught.value.param == param
-
-
-def test_tools_of_responses_are_counted_one_by_one() -> None:
-    one, two, three = ({"type": "function", "name": name} for name in "abc")
-    spaces = [{"type": "namespace", "name": name, "tools": [two, three, 1]} for name in "xy"]
-    items = [{"type": kind, "tools": [two, three]} for kind in ("additional_tools", "tool_search_output")]
-    hosted = [{"type": "mcp", "server_label": name} for name in "abc"]
-    listed = {"type": "mcp_list_tools", "tools": [two] * 200}  # what a server of the upstream's own offers
-    cases: list[tuple[dict[str, Any], int]] = [
-        ({"tools": [one, *spaces]}, 7),
-        ({"tools": [one], "input": [*items, listed, "x"]}, 3),  # what a later search finds again is no other tool
-        ({"tools": [one], "input": [{"type": "tool_search_output", "tools": spaces}]}, 7),
-        ({"tools": hosted}, 3),
-        ({"tools": "x", "input": [{"type": "additional_tools", "tools": 5}]}, 0),
-    ]
-    for fields, count in cases:
-        others = {"type": "additional_tools", "tools": [{"name": f"t{i}"} for i in range(MAX_TOOLS - count)]}
-        full = {**fields, "input": [*fields.get("input", ()), others]}
-        check(full, RESPONSES)
-        others["tools"].append({"name": "last"})
-        with pytest.raises(InvalidRequestError, match=f"more than {MAX_TOOLS} tools") as caught:
-            check(full, RESPONSES)
-        assert caught.value.param == "tools"
 
 
 def test_prompts_and_inputs_are_counted() -> None:
