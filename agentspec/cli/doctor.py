@@ -22,7 +22,7 @@ from agentspec.version import __version__
 if TYPE_CHECKING:
     from agentspec.backends.openai import DrafterInfo, ProbeReport
 
-_ABILITIES = ("streaming_usage", "token_ids", "tokenizes", "continue_final", "logprobs")
+_ABILITIES = ("token_ids", "tokenizes", "continue_final", "logprobs")
 # Distributions whose name differs from the package's by more than a dash.
 _DISTRIBUTIONS = {"faiss": "faiss-cpu"}
 

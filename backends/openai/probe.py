@@ -14,7 +14,6 @@ from agentspec.backends.openai.server_kind import list_models, owner_of
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamTimeoutError
-from agentspec.protocol.wire import SseDecoder, object_in
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # of a request that gets no answer in time: a server may prepare an ability on first use
@@ -39,7 +38,6 @@ class ProbeReport:
     error: str | None = None
     models: tuple[str, ...] = ()
     answers: bool = False
-    streaming_usage: bool = False
     token_ids: bool = False
     continue_final: bool = False
     logprobs: bool = False
@@ -76,7 +74,6 @@ async def probe(endpoint: Endpoint, settings: OpenAISettings, timeout: float) ->
         reachable=True,
         models=models,
         answers=True,
-        streaming_usage=await prober.streams_usage(),
         token_ids=bool(_choice(await prober.attempt(_QUESTION, return_token_ids=True)).get("token_ids")),
         continue_final=await prober.continues(_prompt_tokens(plain)),
         logprobs=bool(_choice(await prober.attempt(_QUESTION, logprobs=True, top_logprobs=1)).get("logprobs")),
@@ -93,17 +90,10 @@ class _Prober:
         self.tokenization = ServerTokenization(endpoint, model, timeout)
 
     async def ask(self, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-        answer = decode_json(await self._post(messages, fields), self.endpoint.name)
+        body = json.dumps({"model": self.model, "messages": messages, "max_tokens": 1, **fields}).encode()
+        content = await self.endpoint.fetch("POST", "/chat/completions", body=body, timeout=self.timeout)
+        answer = decode_json(content, self.endpoint.name)
         return answer if isinstance(answer, dict) else {}
-
-    async def streams_usage(self) -> bool:
-        fields = {"stream": True, "stream_options": {"include_usage": True}}
-        try:
-            decoder = SseDecoder()
-            events = [*decoder.feed(await self._post(_QUESTION, fields)), *decoder.finish()]
-        except UpstreamError:
-            return False
-        return any(_prompt_tokens(object_in(event)) is not None for event in events)
 
     async def tokenizes(self) -> bool:
         with suppress(UpstreamError):
@@ -149,12 +139,6 @@ class _Prober:
             except UpstreamError:
                 break
         return {}
-
-    async def _post(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> bytes:
-        body = {"model": self.model, "messages": messages, "max_tokens": 1, **fields}
-        return await self.endpoint.fetch(
-            "POST", "/chat/completions", body=json.dumps(body).encode(), timeout=self.timeout
-        )
 
 
 def _context_length(listed: list[dict[str, Any]], model: str) -> int | None:

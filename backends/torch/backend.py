@@ -30,7 +30,6 @@ from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import (
-    AnswerReader,
     OutputParser,
     StructuredOutput,
     StructuredOutputBuilder,
@@ -56,7 +55,6 @@ T = TypeVar("T")
 DEFAULT_MAX_TOKENS = 1024  # of an answer to a request that names none
 LONG_PROMPT = 1 << 16  # characters
 LONG_PROMPT_THREADS = 2
-ENDING_TOKENS = 64  # of a prompt, in which a template may open the thinking
 
 
 class TorchBackend(ModelTokens):
@@ -187,12 +185,6 @@ class TorchBackend(ModelTokens):
 
             self._next_turns = NextTurns(self._engine, self._tokenizer, self._off_the_loop)
         return self._next_turns.watch(request)
-
-    def answer_reader(self, request: GenerateRequest, prompt: Sequence[int]) -> AnswerReader:
-        """How to read the whole answer to `request`, whose prompt ends in the tokens `prompt`."""
-        ending = self._tokenizer.decode(prompt[-ENDING_TOKENS:], special=True)
-        spec, shown = self._structured_outputs.reading(request, ending)
-        return AnswerReader(spec.parser, self._tokenizer.decoder(shown))
 
     async def record(self, request: GenerateRequest, token_ids: Sequence[int]) -> None:
         """Store `token_ids` in the token cache as the answer to the prompt of token ids in `request`."""

@@ -22,7 +22,7 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, Ratio, RatioGoal, paired_ratio, rotated
 from agentspec.benchmarks.retrieval.bases import Bases, CorpusQuestion
 from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
-from agentspec.reasoning.retrieval.ralmspec import SearchStats, ralmspec, sequential
+from agentspec.reasoning.retrieval.ralmspec import PARTS, SearchStats, ralmspec, sequential
 from agentspec.speculation.stride import StrideMeasurements
 from agentspec.types import GenerateRequest, SamplingParams
 
@@ -37,7 +37,6 @@ SAVED_TOKENS = 96  # long enough for batching to pay: an answer's first and last
 SEQUENTIAL, SPECULATIVE = "sequential", "speculative"
 SAVED_REQUIRED, SAVED_AIM = 0.5, 0.65
 NEAR_BOUND = 0.9
-PARTS = ("generate", "rolled_back", "retrieve", "verify", "encode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class RetrievalCase:
         accounts = [run.account for run in self.runs[SEQUENTIAL]]
         rounds = sum(account.rounds for account in accounts)
         parts = ("generate", "retrieve", "encode")
-        generate, retrieve, encode = (sum(getattr(account, part) for account in accounts) / rounds for part in parts)
+        generate, retrieve, encode = (sum(account.seconds[part] for account in accounts) / rounds for part in parts)
         return generate, retrieve, encode
 
     def bound(self) -> float:

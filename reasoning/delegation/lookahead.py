@@ -70,7 +70,7 @@ class DraftChain:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await cancel_tasks(*([self._growing] if self._growing else []))
+        await cancel_tasks(self._growing)
         await cancel_tasks(*self.own)
 
     async def draft(self, index: int) -> Step | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from agentspec.reasoning.delegation.model_role import Context, StepLimits
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.speculative_task import SpeculativeTask
+from agentspec.reasoning.speculative_task import cancel_tasks, task_result
 
 # The wording of the paper's program (spec_reason.py): scores depend on it, and with it the threshold.
 QUESTION = """\
@@ -26,30 +27,28 @@ async def spec_reason(thinking: Thinking, settings: SpecReasonSettings) -> None:
     the thinking ends nothing: it is removed from a step once that is scored.
     """
     thinking.ignore_closing()
-    async with SpeculativeTask[Step]() as drafting:
+    ahead: asyncio.Task[Step] | None = None  # the small model's next step, assuming that this one is accepted
+    try:
         while thinking.over is None:
-            draft = await propose(thinking, drafting) if may_draft(thinking) else None
-            step = None if draft is None else draft.without(settings.think_end)
-            if draft is not None and step is not None:
+            draft = step = None
+            if may_draft(thinking):
+                async with thinking.degrading("small"):
+                    draft = await (task_result(ahead) if ahead else thinking.draft(thinking.context("small")))
+                ahead = None
+            if draft is not None:
+                step = draft.without(settings.think_end)
                 thinking.propose(step)
                 if not is_final(thinking, step):
                     context, limits = thinking.context("small").fork(), thinking.limits("small", pending=step.tokens)
-                    drafting.start(draft_behind(thinking, context, limits, step))
+                    ahead = asyncio.create_task(draft_behind(thinking, context, limits, step))
                 if await accepts(thinking, step if step.blank else draft, settings):
                     await thinking.keep(step)
                     continue
-                await drafting.cancel()
+                await cancel_tasks(ahead)
+                ahead = None
             await thinking.write("base", rejected=step)
-
-
-async def propose(thinking: Thinking, drafting: SpeculativeTask[Step]) -> Step | None:
-    """The small model's next step; None if the model fails."""
-    step = None
-    async with thinking.degrading("small"):
-        if not drafting:
-            drafting.start(thinking.draft(thinking.context("small")))
-        step = await drafting.result()
-    return step
+    finally:
+        await cancel_tasks(ahead)
 
 
 async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> bool:

@@ -79,5 +79,5 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
             hit_rate=stats.hit_rate,
             strides=tuple(stats.strides),
             redone=stats.redone,
-            seconds=stats.seconds,
+            seconds={part: round(seconds, 6) for part, seconds in stats.seconds.items()},
         )

@@ -35,14 +35,15 @@ MAX_SEARCHES = 4  # verification batches at once; later guesses wait for the nex
 TRACED = 256  # most strides that the statistics keep
 FOUND = 20  # documents that each search asks for, with and without guesses: P of RaLMSpec
 SEARCH_SECONDS = 30.0  # that one search may take
+PARTS = ("generate", "rolled_back", "retrieve", "verify", "encode")  # of the time of an answer
 
 
 @dataclass(slots=True)
 class SearchStats:
     """Counts and times of one answer. Times are seconds of wall time, each counted once.
 
-    `generate` is the time of kept rounds, `rolled_back` that of dropped rounds. `retrieve` and `verify` are the time of
-    waiting for the knowledge base while nothing was generated; `encode` is the time of making queries.
+    Of the `seconds`, "generate" is the time of kept rounds, "rolled_back" that of dropped rounds. "retrieve" and
+    "verify" are the time of waiting for searches while nothing was generated; "encode" that of making queries.
     `guessed_tokens` were generated with guessed documents and kept; `dropped_tokens` were dropped.
     """
 
@@ -56,22 +57,12 @@ class SearchStats:
     batches: int = 0
     redone: int = 0
     strides: list[int] = field(default_factory=list)
-    generate: float = 0.0
-    rolled_back: float = 0.0
-    retrieve: float = 0.0
-    verify: float = 0.0
-    encode: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     @property
     def hit_rate(self) -> float | None:
         """Share of the verified guesses that were right; None without verified guesses."""
         return self.right / self.guesses if self.guesses else None
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The seconds of each kind of work, by name."""
-        names = ("generate", "rolled_back", "retrieve", "verify", "encode")
-        return {name: round(getattr(self, name), 6) for name in names}
 
     def count_search(self, queries: int, stride: int) -> None:
         self.queries += queries
@@ -94,7 +85,7 @@ class SearchClient:
     async def query(self, text: str) -> Query:
         began = time.perf_counter()
         query = await self.base.metric.encode(text)
-        self.stats.encode += time.perf_counter() - began
+        self.stats.seconds["encode"] += time.perf_counter() - began
         return query
 
     async def search(self, queries: Sequence[Query]) -> tuple[SearchResult, float]:
@@ -140,10 +131,10 @@ async def sequential(
         found, seconds = await client.search([query])
         began = time.perf_counter()
         stats.count_search(1, 0)
-        stats.retrieve += seconds
+        stats.seconds["retrieve"] += seconds
         answer = await generator.generate(answer, first(found.hits[0]))
         stats.rounds += 1
-        stats.generate += time.perf_counter() - began
+        stats.seconds["generate"] += time.perf_counter() - began
         yield writer.verified(answer)
     yield await writer.ended(answer)
 
@@ -272,7 +263,7 @@ class SpeculationState:
         found, seconds = await self.client.search([query])
         self.governor.measured.retrieved(seconds, alone=True)
         self.stats.count_search(1, 0)
-        self.stats.retrieve += seconds
+        self.stats.seconds["retrieve"] += seconds
         truth = first(found.hits[0])
         self._truth = (truth,)
         if guess is not None:
@@ -315,7 +306,7 @@ class SpeculationState:
         began = time.perf_counter()
         await asyncio.wait(self._tasks(searches=1), return_when=asyncio.FIRST_COMPLETED)
         if self._generating is None:
-            self.stats.verify += time.perf_counter() - began
+            self.stats.seconds["verify"] += time.perf_counter() - began
 
     async def collect(self) -> None:
         """Take finished results, and verify rounds or roll them back."""
@@ -361,7 +352,7 @@ class SpeculationState:
         self._searching.clear()
         if dropped[-1].after is None:
             dropped[-1].seconds = time.perf_counter() - dropped[-1].began
-        self.stats.rolled_back += sum(round.seconds for round in dropped)
+        self.stats.seconds["rolled_back"] += sum(round.seconds for round in dropped)
         self.stats.dropped_rounds += len(dropped)
         self.stats.dropped_tokens += sum(round.tokens for round in dropped)
         self._truth = (truth,)
@@ -373,14 +364,14 @@ class SpeculationState:
         round = self.ahead.popleft()
         self.answer, self._document = round.after or self.answer, round.document
         self.stats.rounds += 1
-        self.stats.generate += round.seconds
+        self.stats.seconds["generate"] += round.seconds
         self.stats.guessed_tokens += round.tokens if round.sent else 0
         self._observe_time(round)
         return True
 
     def _observe_time(self, round: Round) -> None:
         """Record how long a verified round took, without the time for queries, which are needed in any case."""
-        (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.encode)
+        (began, encoded), now = self._kept_at, (time.perf_counter(), self.stats.seconds["encode"])
         self._kept_at = now
         if self.stride:
             self.governor.measured.kept(round.changed, now[0] - began - (now[1] - encoded))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
 
 from agentspec.backends.base import Backend, Tokenization, closing_items, is_local, tokenization_of
 from agentspec.backends.chat_templates import escape_markers
@@ -17,9 +15,6 @@ from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.strategy import whole_text
 from agentspec.text import CONTEXT_TOKENS, REPLACEMENT, StopScanner, added_text
 from agentspec.types import Delta, FinishReason, GenerateRequest, Message, SamplingParams, TokenLogprob, Usage
-
-if TYPE_CHECKING:
-    from agentspec.backends.torch.text.structured_output import AnswerReader
 
 ROUND_TOKENS = 4  # generated from one document: k of RaLMSpec
 ANSWER_TOKENS = 256  # where the request names no length
@@ -129,7 +124,7 @@ class PartialAnswer:
     stop_reason: str | None = None
 
     @classmethod
-    async def behind(cls, prompt: Sequence[int], tokenization: Decoding) -> PartialAnswer:
+    async def behind(cls, prompt: Sequence[int], tokenization: Tokenization) -> PartialAnswer:
         """An empty answer to a prompt that ends in `prompt`."""
         window = tuple(prompt[-CONTEXT_TOKENS:])
         return cls(window, await tokenization.detokenize(window) if window else "")
@@ -143,7 +138,7 @@ class PartialAnswer:
         return self.text if self.over else StopScanner(tuple(stops)).feed(self.text)
 
     async def extended(
-        self, output: Delta, tokenization: Decoding, limit: int, stops: Sequence[str] = ()
+        self, output: Delta, tokenization: Tokenization, limit: int, stops: Sequence[str] = ()
     ) -> PartialAnswer:
         """The answer with one more round, up to `limit` tokens in all. A token that ends the answer adds no text."""
         grown = replace(self, token_ids=self.token_ids + output.token_ids, logprobs=self.logprobs + output.logprobs)
@@ -162,7 +157,7 @@ class PartialAnswer:
             return replace(await spelled.flushed(tokenization), finish="length")
         return spelled
 
-    async def spelled(self, token_ids: tuple[int, ...], tokenization: Decoding) -> PartialAnswer:
+    async def spelled(self, token_ids: tuple[int, ...], tokenization: Tokenization) -> PartialAnswer:
         """The answer with the text of `token_ids`; bytes of an incomplete character wait for the next round."""
         if not token_ids:
             return self
@@ -175,13 +170,13 @@ class PartialAnswer:
         last = window[-CONTEXT_TOKENS:]
         return replace(self, window=last, known=await tokenization.detokenize(last), text=self.text + added)
 
-    async def flushed(self, tokenization: Decoding) -> PartialAnswer:
+    async def flushed(self, tokenization: Tokenization) -> PartialAnswer:
         """The answer with the bytes that were held back, even if they form no whole character."""
         whole = await tokenization.detokenize(self.window) if self.window else ""
         return replace(self, known=whole, text=self.text + added_text(whole, self.known))
 
 
-async def _ends_silently(output: Delta, tokenization: Decoding) -> bool:
+async def _ends_silently(output: Delta, tokenization: Tokenization) -> bool:
     """Whether the last token ended the answer and is not part of its text, by the end of the text alone."""
     if not output.token_ids:
         return False
@@ -199,7 +194,6 @@ class RoundGenerator:
     prompt: DocumentPrompt
     limit: int
     seed: int | None
-    thoughts: MarkedText | None = None
 
     @classmethod
     async def open(cls, request: GenerateRequest, backend: Backend, document_tokens: int) -> RoundGenerator:
@@ -214,10 +208,6 @@ class RoundGenerator:
         _check(request)
         length = backend.capabilities.context_length
         prompt = await DocumentPrompt.of(request, tokenization, document_tokens, length)
-        thoughts = None
-        if request.messages is not None and is_local(backend, "answer_reader"):
-            question = (*prompt.head, *prompt.tail)
-            thoughts = MarkedText(await asyncio.to_thread(backend.answer_reader, request, question))
         wanted, room = request.sampling.max_tokens, prompt.room()
         if room is not None and (wanted or 1) > max(room, 0):
             raise ContextLengthError(
@@ -225,18 +215,14 @@ class RoundGenerator:
                 param="messages",
             )
         limit = wanted or min(ANSWER_TOKENS, ANSWER_TOKENS if room is None else room)
-        return cls(backend, request, prompt, limit, _seed(request.sampling), thoughts)
+        return cls(backend, request, prompt, limit, _seed(request.sampling))
 
     @property
     def stops(self) -> tuple[str, ...]:
         return self.request.sampling.stop
 
-    @property
-    def _decoding(self) -> Decoding:
-        return self.thoughts or self.prompt.tokenization
-
     async def begin(self) -> PartialAnswer:
-        return await PartialAnswer.behind(self.prompt.tail, self._decoding)
+        return await PartialAnswer.behind(self.prompt.tail, self.prompt.tokenization)
 
     async def query(self, answer: PartialAnswer) -> str:
         """The text of the last tokens of question and answer, without incomplete characters at its edges."""
@@ -254,7 +240,7 @@ class RoundGenerator:
         request = replace(self.request, sampling=sampling, split_reasoning=False, share=False)
         ids = (*prompt, *answer.token_ids)
         deltas = self.backend.generate(replace(request, messages=None, text=None, token_ids=ids))
-        return await answer.extended(await _read(deltas), self._decoding, self.limit, self.stops)
+        return await answer.extended(await _read(deltas), self.prompt.tokenization, self.limit, self.stops)
 
     def _sampling(self, position: int, tokens: int) -> SamplingParams:
         """The sampling of a round. Each round has its own seed: some backends restart from the seed at each request."""
@@ -295,19 +281,6 @@ def _seed(sampling: SamplingParams) -> int | None:
 _EFFORT = {"enable_thinking", "reasoning_effort"}  # what clients ask of every model
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedText:
-    """The text of a local model's answers with the marks of its thoughts, which other decoding leaves out."""
-
-    reader: AnswerReader
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await asyncio.to_thread(self.reader.decode, token_ids)
-
-
-Decoding: TypeAlias = Tokenization | MarkedText
-
-
 def _check(request: GenerateRequest) -> None:
     """Raises `InvalidRequestError` for request fields whose meaning would change from round to round."""
     form = request.sampling.structured_outputs
@@ -329,11 +302,10 @@ def _check(request: GenerateRequest) -> None:
 
 
 class AnswerWriter:
-    """Makes the deltas of an answer whose rounds are verified, with the thoughts of a local model next to the text."""
+    """Makes the deltas of an answer whose rounds are verified."""
 
     def __init__(self, generator: RoundGenerator) -> None:
         self._generator = generator
-        self._parser = None if generator.thoughts is None else generator.thoughts.reader.parser()
         self._before, self._sent = PartialAnswer(), 0
 
     def verified(self, answer: PartialAnswer) -> Delta:
@@ -342,13 +314,10 @@ class AnswerWriter:
         text, start = answer.certain(self._generator.stops), self._sent
         self._sent = len(text)
         ids, logprobs = answer.token_ids[len(before.token_ids) :], answer.logprobs[len(before.logprobs) :]
-        return self._parsed(Delta(text[start:], ids, logprobs=logprobs))
+        return Delta(text[start:], ids, logprobs=logprobs)
 
     async def ended(self, answer: PartialAnswer) -> Delta:
         """The last delta. `prompt_tokens` counts the question without documents."""
         await self._generator.record(answer)
         usage = Usage(self._generator.prompt.tokens, len(answer.token_ids))
-        return self._parsed(Delta(finish_reason=answer.finish, stop_reason=answer.stop_reason, usage=usage))
-
-    def _parsed(self, delta: Delta) -> Delta:
-        return delta if self._parser is None else self._parser.parse(delta)
+        return Delta(finish_reason=answer.finish, stop_reason=answer.stop_reason, usage=usage)

@@ -174,14 +174,6 @@ def _pieces(parsed: str | list[OutputPiece]) -> list[OutputPiece]:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerReader:
-    """How to read answers to a request: `decode` tokens with the marks that `parser()`, one for each answer, needs."""
-
-    parser: Callable[[], OutputParser]
-    decode: Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """One request's grammar and bad words for the engine, and how to parse its answers."""
 

@@ -13,10 +13,10 @@ from agentspec.backends.settings import OpenAISettings
 pytestmark = pytest.mark.anyio
 
 
-def answer(body: Any, status: int = 200, content_type: str = "application/json") -> httpx.Response:
+def answer(body: Any, status: int = 200) -> httpx.Response:
     content = body if isinstance(body, str) else json.dumps(body)
     stream = httpx.ByteStream(content.encode())
-    return httpx.Response(status, headers={"content-type": content_type}, stream=stream)
+    return httpx.Response(status, headers={"content-type": "application/json"}, stream=stream)
 
 
 class Upstream:
@@ -39,10 +39,6 @@ class Upstream:
         self.bodies.append(body)
         continued = "continue" in self.abilities and body.get("continue_final_message")
         usage = {"prompt_tokens": 8 if continued else 12, "completion_tokens": 1}
-        if body.get("stream"):
-            shown = {"choices": [], "usage": usage if "usage" in self.abilities else None}
-            content = f"data: {json.dumps(shown)}\n\ndata: [DONE]\n\n"
-            return answer(content, content_type="text/event-stream")
         choice: dict[str, Any] = {"message": {"content": "x"}, "finish_reason": "length"}
         prompt: dict[str, Any] = {}
         if "prompt ids" in self.abilities and body.get("return_token_ids"):
@@ -76,7 +72,6 @@ def backend(upstream: Any, model: str | None = None) -> OpenAIBackend:
 @pytest.mark.parametrize(
     ("ability", "field"),
     [
-        ("usage", "streaming_usage"),
         ("ids", "token_ids"),
         ("continue", "continue_final"),
         ("logprobs", "logprobs"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,46 +83,3 @@ async def test_a_cache_gets_whole_answers(tiny_model: Path, make_index: Callable
         assert cache.forget(session="s1") == 1
         assert cache.stats().sequences == 2
         await backend.aclose()
-
-
-@pytest.fixture(scope="module")
-def thinking(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A local model that thinks unless the request switches it off, and whose answers are `script`."""
-
-    class Scripted(TorchBackend):
-        script: list[int]
-
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-            ids, script = list(request.token_ids or ()), self.script
-            said = max(n for n in range(len(script) + 1) if ids[len(ids) - n :] == script[:n])
-            until = said + (request.sampling.max_tokens or 0)
-            tokens = tuple(script[said:until])
-            yield Delta(self.decode(tokens), tokens, finish_reason="length" if until < len(script) else "stop")
-
-    folder = tmp_path_factory.mktemp("thinking") / "model"
-    shutil.copytree(tiny_model, folder)
-    template = folder / "chat_template.jinja"
-    thinks = "{{ '<think>' if enable_thinking | default(true) else '<think></think>' }}"
-    template.write_text(template.read_text() + thinks)
-    loaded = Scripted.load(TorchSettings(model=str(folder), device="cpu"))
-    yield loaded
-    asyncio.run(loaded.aclose())
-
-
-@pytest.mark.parametrize(
-    ("thinks", "script", "thoughts", "text"),
-    [
-        (True, "hm</think>\n\nAn ox.", "hm", "An ox."),
-        (True, "hm, an ox", "hm, an ox", ""),
-        (False, "An ox. </think>", "", "An ox. </think>"),
-    ],
-)
-async def test_thoughts_are_no_part_of_the_answer(
-    thinking: Any, make_index: Callable[..., Any], thinks: bool, script: str, thoughts: str, text: str
-) -> None:
-    thinking.script = thinking.encode(script)
-    strategy = reader(thinking, IndexKnowledge(make_index("bm25", ["An ox is an animal."])))
-    request = asking(0, "Which animal?", template_arguments={"enable_thinking": thinks})
-    deltas = [delta async for delta in strategy.generate(request)]
-    assert "".join(delta.extra.get("reasoning_content", "") for delta in deltas) == thoughts
-    assert "".join(delta.text for delta in deltas) == text and deltas[-1].finish_reason == "stop"
