@@ -20,20 +20,20 @@ from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 LETTERS = "ABCDEFGHIJ"
 BASE, SMALL = "base alone", "small alone"
-BOXED = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-PROMPTS = {  # of problems, and of those with choices; {problem} includes the choices
+PROMPTS = {  # {problem} includes the choices
     # As DeepSeek-R1's authors advise, and the programs of Speculative Thinking and Lookahead ask.
-    "boxed": (BOXED, BOXED + " The answer is the letter of a choice."),
-    # As SpecReason's program asks: https://github.com/ruipeterpan/specreason
+    "boxed": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+    # As SpecReason's program asks, the second for choices: https://github.com/ruipeterpan/specreason
     "newlines": (
         "Solve the following math problem efficiently and clearly. Please reason step by step, separate logical"
         " reasoning steps with two newline characters (\n\n), and put your final answer within \\boxed{{}}.\n"
-        "Problem: {problem}",
+        "Problem: {problem}"
+    ),
+    "gpqa": (
         "What is the correct answer to the following problem? Please reason step by step. Separate logical reasoning"
         " steps with two newline characters (\n\n).\nPut the final answer **strictly** in the format \\boxed{{X}},"
-        " where X is a single letter (A, B, C, or D).\n\n**Example output:** \\boxed{{A}}\n\nProblem: {problem}",
+        " where X is a single letter (A, B, C, or D).\n\n**Example output:** \\boxed{{A}}\n\nProblem: {problem}"
     ),
-    "plain": ("{problem}", "{problem}"),
 }
 
 
@@ -72,17 +72,19 @@ class Problem:
             raise ValueError('no "answer" in it, and no solution that boxes one')
         return cls(text, str(answer))
 
-    def prompt(self, preset: str) -> str:
+    def prompt(self, preset: str | None = None) -> str:
+        """The question in the words of a preset; without one in SpecReason's."""
+        preset = preset or ("gpqa" if self.choices else "newlines")
         lines = [f"({letter}) {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False)]
-        text = "\n".join([f"{self.text}\nChoices:", *lines]) if self.choices else self.text
-        return PROMPTS[preset][bool(self.choices)].format(problem=text)
+        asked = ["The answer is the letter of a choice."] if preset == "boxed" else []
+        text = "\n".join([f"{self.text}\nChoices:", *lines, *asked]) if self.choices else self.text
+        return PROMPTS[preset].format(problem=text)
 
 
 def _choices(given: Any) -> list[str]:
-    """The choices, of a list, of an object by letter, or of one with the list "text"."""
-    if isinstance(given, Mapping):
-        given = given["text"] if "text" in given else [given[letter] for letter in sorted(given)]
-    return [str(choice) for choice in given or ()]
+    """The choices, of a list or of an object by letter."""
+    listed = [given[letter] for letter in sorted(given)] if isinstance(given, Mapping) else given or ()
+    return [str(choice) for choice in listed]
 
 
 def _letter(answer: Any, choices: Sequence[str]) -> str:
@@ -96,29 +98,24 @@ def _letter(answer: Any, choices: Sequence[str]) -> str:
     raise ValueError(f"the answer {answer!r} is none of the choices")
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """A way to answer: the settings of a strategy's model; without `delegates` its base model thinks alone."""
-
-    settings: DelegationSettings
-    delegates: bool = True
+Arms = dict[str, tuple[DelegationSettings, bool]]
+"""Ways to answer: the settings of a strategy's model, and whether it delegates or its base model thinks alone."""
 
 
-def arms_of(name: str, settings: DelegationSettings, thresholds: Sequence[float] = ()) -> dict[str, Arm]:
+def arms_of(name: str, settings: DelegationSettings, thresholds: Sequence[float] = ()) -> Arms:
     """Base and small model alone, and the strategy, or SpecReason at each of `thresholds`.
 
     Raises `ConfigurationError` for thresholds of a strategy that has none, and below 0.
     """
-    found = {BASE: Arm(settings, delegates=False)}
-    found[SMALL] = Arm(settings.model_copy(update={"base": settings.small}), delegates=False)
+    found = {BASE: (settings, False), SMALL: (settings.model_copy(update={"base": settings.small}), False)}
     if not thresholds:
-        return {**found, name: Arm(settings)}
+        return {**found, name: (settings, True)}
     if not isinstance(settings, SpecReasonSettings) or min(thresholds) < 0:
         raise ConfigurationError(
             f"models.{name} has no such thresholds: they are numbers from 0 on, and those of specreason alone"
         )
-    swept = {f"{name}, threshold {one:g}": settings.model_copy(update={"threshold": one}) for one in thresholds}
-    return found | {label: Arm(one) for label, one in swept.items()}
+    swept = {one: settings.model_copy(update={"threshold": one}) for one in thresholds}
+    return found | {f"{name}, threshold {one:g}": (changed, True) for one, changed in swept.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,7 @@ async def evaluate(
     generate: Generate,
     problems: Sequence[Problem],
     *,
-    prompt: str,
+    prompt: str | None,
     samples: int,
     at_once: int,
     answered: Callable[[GradedAnswer], None],

@@ -24,9 +24,9 @@ app = command_group("Measure strategies that delegate thinking.")
 
 
 class Preset(StrEnum):
-    newlines = "newlines"
     boxed = "boxed"
-    plain = "plain"
+    newlines = "newlines"
+    gpqa = "gpqa"
 
 
 @app.callback()
@@ -40,8 +40,11 @@ def evaluate(
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="The strategy's model, unless there is but one")] = None,
     prompt: Annotated[
-        Preset, typer.Option(help="SpecReason's, the one line that asks for a box, or the problem alone")
-    ] = Preset.newlines,
+        Preset | None,
+        typer.Option(
+            help="A line that asks for a box, or SpecReason's words", show_default="newlines, gpqa for choices"
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Answers of each to every problem", min=1)] = 1,
     limit: Annotated[int | None, typer.Option(help="Only the first so many problems", min=1)] = None,
     thresholds: Annotated[str | None, typer.Option(help="SpecReason at each of these, as 5,7,9")] = None,
@@ -65,12 +68,11 @@ def evaluate(
     arms = evaluation.arms_of(name, strategy, _numbers(thresholds))
     problems = _problems(file, limit)
     named = {label: f"eval {at}" for at, label in enumerate(arms)}
-    models = settings.models | {named[label]: arm.settings for label, arm in arms.items()}
+    models = settings.models | {named[label]: arm for label, (arm, _) in arms.items()}
+    sampling = SamplingParams(max_tokens=max_tokens)
     requests = {
-        label: GenerateRequest(
-            named[label], messages=(), sampling=SamplingParams(max_tokens=max_tokens), speculation=arm.delegates
-        )
-        for label, arm in arms.items()
+        label: GenerateRequest(named[label], messages=(), sampling=sampling, speculation=delegates)
+        for label, (_, delegates) in arms.items()
     }
     answers, total = list[evaluation.GradedAnswer](), len(arms) * len(problems) * samples
 
@@ -84,7 +86,7 @@ def evaluate(
             await anyio.to_thread.run_sync(runtime.start)
             console.print(f"models ready; {total} answers follow", highlight=False)
             advance("answers", 0, total=total)
-            given = {"prompt": prompt.value, "samples": samples, "at_once": at_once}
+            given = {"prompt": prompt, "samples": samples, "at_once": at_once}
             await evaluation.evaluate(requests, runtime.generate, problems, **given, answered=answered)  # type: ignore[arg-type]
         finally:
             await runtime.aclose()

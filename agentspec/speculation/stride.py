@@ -24,21 +24,12 @@ LONGEST_PAUSE: Final = 256  # most rounds in a row without speculation
 BALANCE_FADE: Final = 0.8
 
 
-def expected(stride: int, gamma: float) -> float:
-    """The expected number of rounds that a stride adds: those before the first wrong guess, and the one redone."""
-    return sum(gamma**i for i in range(stride))
-
-
 def os3(generation: float, retrieval: float, gamma: float) -> int:
     """The stride with the most verified rounds per second by the paper's formula, where the answer waits for each
-    verification: a round takes `generation` seconds, verifying `retrieval` seconds.
+    verification: a round takes `generation` seconds, verifying `retrieval` seconds. A stride adds the rounds before the
+    first wrong guess, and the one redone.
     """
-    return max(range(1, MOST + 1), key=lambda s: expected(s, gamma) / (s * generation + retrieval))
-
-
-def one_by_one(generation: float, retrieval: float) -> float:
-    """Seconds per round of sequential retrieval."""
-    return generation + retrieval
+    return max(range(1, MOST + 1), key=lambda s: sum(gamma**i for i in range(s)) / (s * generation + retrieval))
 
 
 def guessed(generation: float, retrieval: float, gamma: float) -> float:
@@ -107,7 +98,7 @@ class StrideMeasurements:
         if alone is None or self.alone_retrieval.value is None:
             return
         self.spent = self.spent * BALANCE_FADE + seconds
-        self.plain = self.plain * BALANCE_FADE + one_by_one(alone, self.alone_retrieval.value)
+        self.plain = self.plain * BALANCE_FADE + alone + self.alone_retrieval.value
         self.trial += 1
         if self.trial >= TRIAL:
             self._judge()
@@ -151,4 +142,4 @@ class StrideGovernor:
         if self.measured.skip > 0:
             self.measured.skip -= 1
             return 0
-        return int(guessed(generation, retrieval, self.gamma) < MARGIN * one_by_one(generation, retrieval))
+        return int(guessed(generation, retrieval, self.gamma) < MARGIN * (generation + retrieval))

@@ -34,17 +34,17 @@ class ToolCall:
 
 
 class ToolHistory:
-    """What has happened in a session so far: `made` are its calls by identity."""
+    """What has happened in a session so far: `made` are its calls by identity, `events` the last ones, oldest first."""
 
     def __init__(self) -> None:
-        self._events: deque[str] = deque(maxlen=4)
+        self.events: deque[str] = deque(maxlen=4)
         self.made: dict[str, ToolCall] = {}
         self._found: dict[Selector, deque[list[tuple[str, Any]]]] = {}
         self._selectors: dict[str, dict[Selector, None]] = {}  # by canonical value
 
     def says(self, text: str) -> None:
         """The user, or another caller of the agent, says something."""
-        self._events.append(USER)
+        self.events.append(USER)
         self._keep([(("user", shape(span)), span) for span in spans(text)])
 
     def makes(self, call: ToolCall) -> None:
@@ -60,7 +60,7 @@ class ToolHistory:
 
     def returns(self, name: str, content: str) -> None:
         """A tool returned `content`, as JSON or as text."""
-        self._events.append(name)
+        self.events.append(name)
         result = _parsed(content)
         found: list[tuple[Selector, Any]] = [(("result", name, path), leaf) for path, leaf in leaves(result)]
         if isinstance(result, str):
@@ -80,11 +80,6 @@ class ToolHistory:
     def sources(self, value: Any) -> list[Selector]:
         """Every selector that finds this value."""
         return list(self._selectors.get(canonical(value), ()))
-
-    @property
-    def events_before(self) -> tuple[str, ...]:
-        """The last events, oldest first."""
-        return tuple(self._events)
 
     def used(self, tool: str, argument: str) -> set[str]:
         """The values, canonical, that calls of the tool have had in this argument."""

@@ -123,7 +123,7 @@ class CallModel:
 
     def predict(self, history: ToolHistory, tools: Collection[str]) -> CallForecast:
         """The calls of `tools` that may be made in the next turn."""
-        expected = self._names.probabilities(history.events_before)
+        expected = self._names.probabilities(tuple(history.events))
         found = {tool: self._candidates(history, tool) for tool in expected if tool in tools}
         promise = {tool: _level(history, candidates) for tool, candidates in found.items()}
         weights = {
@@ -155,7 +155,7 @@ class CallModel:
         names, made = {call.name for call in calls}, {call.identity for call in calls}
         learned = [call for call in calls if call.name in tools]
         tried = [rule for call in learned for rule in self._tried(history, call)]  # before anything is counted
-        self._names.add(history.events_before, calls[0].name if calls else ANSWER)
+        self._names.add(tuple(history.events), calls[0].name if calls else ANSWER)
         for tool, level in forecast.promise:
             self._promise.add((tool, level), tool in names)
             self._promise.add(tool, tool in names)
@@ -199,7 +199,7 @@ class CallModel:
         self, history: ToolHistory, estimate: float, call: ToolCall, rules: tuple[ArgumentRule, ...]
     ) -> CallPrediction:
         again = call.identity in history.made
-        last_event = history.events_before[-1] if history.events_before else ""
+        last_event = history.events[-1] if history.events else ""
         outlook = call.name, last_event, again, rules
         estimate *= _AGAIN if again else 1.0
         later = min(1.0, self._later.rate(outlook, _UNSEEN, 3.0))

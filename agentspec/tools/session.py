@@ -198,7 +198,7 @@ class ToolSession:
         epoch, free = self._epoch.number, self._speculator.free
         call = ToolCall(call.name, deepcopy(dict(call.arguments)))  # a tool may change what it is given
         key = _key(call)
-        if key is None or self._is_there(key) or not self._epoch.quiet or not free.acquire(blocking=False):
+        if key is None or self._is_there(key) or self._epoch.writing_now or not free.acquire(blocking=False):
             return False
         try:
             invoke, as_task = way(call)
@@ -317,21 +317,12 @@ class SessionEpoch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._number = 0
-        self._writing = 0
-
-    @property
-    def number(self) -> int:
-        return self._number
-
-    @property
-    def quiet(self) -> bool:
-        """Whether no call that may change something is running."""
-        return self._writing == 0
+        self.number = 0
+        self.writing_now = 0  # calls that may change something
 
     def advance(self) -> None:
         with self._lock:
-            self._number += 1
+            self.number += 1
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -340,8 +331,8 @@ class SessionEpoch:
         A call that is cancelled may go on, in a thread or elsewhere: then nothing is started early any more.
         """
         with self._lock:
-            self._number += 1
-            self._writing += 1
+            self.number += 1
+            self.writing_now += 1
         ended = True
         try:
             yield
@@ -350,8 +341,8 @@ class SessionEpoch:
             raise
         finally:
             with self._lock:
-                self._number += 1
-                self._writing -= ended
+                self.number += 1
+                self.writing_now -= ended
 
 
 _epochs: WeakValueDictionary[tuple[str, str], SessionEpoch] = WeakValueDictionary()  # of the process

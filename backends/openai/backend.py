@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from agentspec.backends.base import EMBEDDINGS, Capabilities
+from agentspec.backends.base import Capabilities
 from agentspec.backends.http import MAX_LIST_BYTES, Room, UpstreamResponse, decode_json
 from agentspec.backends.http.errors import status_error
 from agentspec.backends.http.response import MAX_ANSWER_BYTES
@@ -25,12 +23,11 @@ from agentspec.protocol.headers import label_headers, switched_off
 from agentspec.protocol.policy import policy_of
 from agentspec.protocol.tools import CallNumbers
 from agentspec.protocol.wire import SseDecoder
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
 MAX_CHOICE_BYTES = 16 << 20  # of a whole answer with one choice
-INLINE_BYTES = 1 << 16  # an answer up to this size is parsed on the loop
 
 
 class OpenAIBackend(Upstream):
@@ -73,8 +70,9 @@ class OpenAIBackend(Upstream):
             **policy_of(request).headers(),
         }
         added = self._session_headers(labels)
+        encoded = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         async with (
-            self.endpoint.send("POST", path, headers=headers, body=_encode(body), added=added) as response,
+            self.endpoint.send("POST", path, headers=headers, body=encoded, added=added) as response,
             aclosing(self.deltas(response)) as deltas,
         ):
             async for delta in deltas:
@@ -134,18 +132,6 @@ class OpenAIBackend(Upstream):
             self.tokenization = ServerTokenization(self.endpoint, model) if report.tokenizes else None
         return report
 
-    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises as `generate` does. A long answer is parsed in a thread."""
-        given = {"model": model, "input": list(texts), "encoding_format": "float"}
-        body = _encode(given | await self.body_fields(EMBEDDINGS, tenant, Labels(), given))
-        answer = await self.endpoint.fetch("POST", EMBEDDINGS, body=body)
-        try:
-            if len(answer) <= INLINE_BYTES:
-                return _vectors(answer, len(texts))
-            return await asyncio.to_thread(_vectors, answer, len(texts))
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise UpstreamError(f"upstream {self.endpoint.name} answered /embeddings without vectors") from None
-
     def _limited(self, request: GenerateRequest) -> GenerateRequest:
         asked, most = request.sampling.max_tokens, self._most_tokens
         if asked is None or most is None or asked <= most:
@@ -177,23 +163,6 @@ class OpenAIBackend(Upstream):
             error.own_key = response.own_key
             raise error
         return body
-
-
-def _encode(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def _vectors(answer: bytes, count: int) -> list[list[float]]:
-    """The `count` vectors of an answer to /embeddings, all of one length.
-
-    Raises KeyError, TypeError, ValueError or RecursionError for what is no such answer.
-    """
-    found = [[float(number) for number in item["embedding"]] for item in json.loads(answer)["data"]]
-    if len(found) != count or len({len(vector) for vector in found}) > 1 or not all(found):
-        raise ValueError("there are other vectors than were requested")
-    if not all(math.isfinite(sum(vector)) for vector in found):
-        raise ValueError("a vector holds what is no number")
-    return found
 
 
 def payload(request: GenerateRequest, model: str) -> tuple[str, dict[str, Any]]:

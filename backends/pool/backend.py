@@ -15,7 +15,7 @@ from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.pool.pool import Attempts, Pool
 from agentspec.errors import UpstreamError
 from agentspec.placement import Call, prompt_blocks, scoped_call
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Message
+from agentspec.types import Delta, GenerateRequest, Message
 
 PATIENCE = 60.0  # seconds in which tries may begin, where a call has no deadline
 T = TypeVar("T")
@@ -56,10 +56,6 @@ class PoolBackend:
                     async for delta in deltas:
                         attempt.answered(200, {})
                         yield delta
-
-    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        """One vector for each text. Raises as `generate` does."""
-        return await self._ask(lambda backend, known: backend.embed(texts, known or model, tenant))
 
     async def models(self, headers: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """A server's own model list; `headers` may carry a client's key. Raises as `generate` does."""

@@ -47,20 +47,17 @@ _STEP_MARKS = re.compile(r"<(?=(?:start|end)_s[12]>)")
 class DraftChain:
     """Drafts of the small model, each after the one before, and the base model's own step after each of them.
 
-    A sliding window: at most `depth` drafts are ahead of those that were accepted, so that drafting and the base
-    model's calls go on while drafts are accepted.
+    `window` has room for the drafts that may be ahead of those that were accepted, so that drafting and the base
+    model's calls go on while drafts are accepted. In `drafts` None follows the last one.
     """
 
     thinking: Thinking
-    depth: int
-    drafts: list[Step] = field(default_factory=list)
+    window: asyncio.Semaphore
+    drafts: asyncio.Queue[Step | None] = field(default_factory=asyncio.Queue)
     own: list[asyncio.Task[Step]] = field(default_factory=list)
-    accepted: int = 0
     failure: Exception | None = None  # the error that stopped the small model
-    _complete: bool = False
     _drafted_tokens: int = 0
     _kept_before: int = 0
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _growing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> DraftChain:
@@ -73,50 +70,25 @@ class DraftChain:
         await cancel_tasks(self._growing)
         await cancel_tasks(*self.own)
 
-    async def draft(self, index: int) -> Step | None:
-        """Wait for the draft at `index`; None if the chain ends before it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self.drafts) > index or self._complete)
-        return self.drafts[index] if len(self.drafts) > index else None
-
-    async def accept(self) -> None:
-        """Move the window on by one draft, which was accepted."""
-        async with self._changed:
-            self.accepted += 1
-            self._changed.notify_all()
-
     async def _grow(self) -> None:
         small, base = self.thinking.context("small").fork(), self.thinking.context("base").fork()
+        cut = self.thinking.inside_paragraph
         try:
-            while await self._has_room():
-                within = not self.drafts and self.thinking.inside_paragraph
-                limits = self.thinking.limits("small", pending=self._pending, within=within)
+            while await self.window.acquire() and self.thinking.room("small", self._pending) > 0:
+                limits = self.thinking.limits("small", pending=self._pending, within=cut)
                 step = await self.thinking.draft(small, limits)
                 self._drafted_tokens += step.tokens
                 await small.extend(step.text, step.token_ids)
                 await base.extend(step.text)
                 cut = step.ending != "boundary"
                 self._write(base, self.thinking.limits("base", pending=self._pending, within=cut))
-                async with self._changed:
-                    self.drafts.append(step)
-                    self._changed.notify_all()
+                self.drafts.put_nowait(step)
                 if cut:  # nothing drafted after it could be accepted
                     break
         except Exception as error:
             self.failure = error
         finally:
-            await asyncio.shield(self._end())
-
-    async def _end(self) -> None:
-        async with self._changed:
-            self._complete = True
-            self._changed.notify_all()
-
-    async def _has_room(self) -> bool:
-        """Wait until the window has room for one more draft; False once the thinking's budgets have none."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self.drafts) - self.accepted < self.depth)
-        return self.thinking.room("small", self._pending) > 0
+            self.drafts.put_nowait(None)
 
     @property
     def _pending(self) -> int:
@@ -134,7 +106,7 @@ async def lookahead(thinking: Thinking, settings: LookaheadSettings) -> None:
         if not may_draft(thinking):
             await thinking.write("base")
             continue
-        async with DraftChain(thinking, settings.depth) as chain:
+        async with DraftChain(thinking, asyncio.Semaphore(settings.depth)) as chain:
             await verify(thinking, chain)
             async with thinking.degrading("small"):
                 if chain.failure is not None:
@@ -152,13 +124,13 @@ async def verify(thinking: Thinking, chain: DraftChain) -> None:
     index = 0
     while thinking.over is None:
         own = await task_result(chain.own[index])
-        draft = await chain.draft(index)
+        draft = await chain.drafts.get()
         same = draft is not None and await matches(thinking, draft, own)
         if draft is None or not same:
             await thinking.keep(own, rejected=draft)
             return
         await thinking.keep(draft)
-        await chain.accept()
+        chain.window.release()
         index += 1
 
 

@@ -244,7 +244,8 @@ class Thinking:
             return "silent"
         if any(mark in last.text for mark in self.settings.answer_marks):
             return "answered"
-        if self.settings.ends_on_repeat and len(self.steps) > 2 and _words(last) == _words(self.steps[-2]):
+        texts = [step.text.removesuffix(BOUNDARY) for step in self.steps[-2:]]  # as SpecReason compares them
+        if self.settings.ends_on_repeat and len(self.steps) > 2 and texts[0] == texts[1]:
             return "repeated"
         return None if self.room("base") else "budget"
 
@@ -253,11 +254,6 @@ async def base_only(thinking: Thinking) -> None:
     """Let the base model write every step: the baseline that strategies are compared with."""
     while thinking.over is None:
         await thinking.write("base")
-
-
-def _words(step: Step) -> str:
-    """The text of a step as SpecReason compares it: without the blank line that ended it."""
-    return step.text.removesuffix(BOUNDARY)
 
 
 # Sampling fields, and others, that apply to the answer and not to the thinking.

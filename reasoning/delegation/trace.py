@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -47,11 +46,15 @@ class TraceFolder:
     def write(self, trace: str, records: list[dict[str, Any]]) -> None:
         """Write a trace and delete the oldest ones. If writing fails, the trace is lost and the answer is not."""
         text = "".join(json.dumps(record, ensure_ascii=False, default=repr) + "\n" for record in records)
+        path = self.path / f"{trace}{SUFFIX}"
         try:
-            self._create(self.path / f"{trace}{SUFFIX}", text)
+            path.touch(0o600)
+            path.write_text(text, "utf-8", "replace")
             for old in self._newest_first()[KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
+            with suppress(OSError):  # half of a trace could not be read
+                path.unlink()
             logger.warning("a trace was not written: %s", error.strerror)
 
     def _newest_first(self) -> list[Path]:
@@ -60,15 +63,6 @@ class TraceFolder:
             with suppress(FileNotFoundError):  # another process deletes, too
                 written[file] = file.stat().st_mtime
         return sorted(written, key=written.__getitem__, reverse=True)
-
-    def _create(self, path: Path, text: str) -> None:
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            with os.fdopen(opened, "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-        except OSError:
-            path.unlink(missing_ok=True)  # half of a trace could not be read
-            raise
 
 
 @dataclass(slots=True)

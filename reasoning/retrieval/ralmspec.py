@@ -49,7 +49,6 @@ class SearchStats:
 
     rounds: int = 0
     guessed_tokens: int = 0
-    dropped_rounds: int = 0
     dropped_tokens: int = 0
     guesses: int = 0
     right: int = 0
@@ -353,7 +352,6 @@ class SpeculationState:
         if dropped[-1].after is None:
             dropped[-1].seconds = time.perf_counter() - dropped[-1].began
         self.stats.seconds["rolled_back"] += sum(round.seconds for round in dropped)
-        self.stats.dropped_rounds += len(dropped)
         self.stats.dropped_tokens += sum(round.tokens for round in dropped)
         self._truth = (truth,)
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import anyio
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from agentspec.backends.http import Endpoint, Transport
@@ -19,7 +18,7 @@ from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, S
 from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_counts
 from agentspec.reasoning.settings import RemoteSettings
 
-SECONDS = 30.0  # that a search may take
+SECONDS = 30.0  # without a byte of an answer
 
 
 class _Found(BaseModel):
@@ -61,9 +60,11 @@ class RemoteKnowledge:
             return SearchResult("", ())
         body = json.dumps({"queries": [{"text": query.text} for query in queries], "count": count}).encode()
         try:
-            found = _Answer.model_validate_json(await self._answer(body))
+            found = _Answer.model_validate_json(await self._endpoint.fetch("POST", "/search", body=body))
             if len(found.results) != len(queries):
                 raise ValueError(f"{len(found.results)} results for {len(queries)} queries")
+        except UpstreamError as error:
+            raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} could not be asked: {error}") from error
         except ValueError as error:
             cause = _first(error) if isinstance(error, ValidationError) else error
             raise KnowledgeBaseError(f"knowledge base {self._endpoint.name} gave no usable answer: {cause}") from None
@@ -71,16 +72,6 @@ class RemoteKnowledge:
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
-
-    async def _answer(self, body: bytes) -> bytes:
-        name = self._endpoint.name
-        try:
-            with anyio.fail_after(SECONDS):
-                return await self._endpoint.fetch("POST", "/search", body=body)
-        except TimeoutError:
-            raise KnowledgeBaseError(f"knowledge base {name} gave no answer within {SECONDS:g} s") from None
-        except UpstreamError as error:
-            raise KnowledgeBaseError(f"knowledge base {name} could not be asked: {error}") from error
 
 
 def _hits(documents: Sequence[_Found]) -> tuple[Hit, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -108,12 +107,3 @@ async def test_a_service_that_fails_or_is_down_is_quoted_and_not_asked_again():
     assert len(calls) == 1
     with pytest.raises(KnowledgeBaseError, match="could not be reached"):
         await found(remote(down))
-
-
-def test_a_service_that_is_slow_is_given_up(in_virtual_time: Any):
-    async def slow(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(3600)
-        return httpx.Response(200)
-
-    with pytest.raises(KnowledgeBaseError, match="no answer within 30 s"):
-        in_virtual_time(found(remote(slow)))
