@@ -36,6 +36,6 @@ def test_what_is_said_of_full_lengths_names_long_tests(repository: Path) -> None
     measured = rows(repository, "results.md")
     said = {pattern for cells in measured.values() for pattern in re.findall(r"-m long -k (\w+)", cells[2])}
     assert len(said) > 7
-    texts = [file.read_text() for file in (repository / "tests" / "reliability").glob("*.py")]
+    texts = [file.read_text() for file in (repository / "tests").rglob("test_*.py")]
     for pattern in said:
         assert any(f"def {pattern}" in text and "mark.long" in text for text in texts), pattern
