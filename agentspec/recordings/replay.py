@@ -41,7 +41,10 @@ Open = Callable[[EncodedCall], AbstractContextManager[OpenRequest]]
 
 @dataclass(slots=True)
 class Replay:
-    """The counts of one pass over the calls of a file. Row i of `tokens`, `steps` and `drafted` is call i."""
+    """The counts of one pass over the calls of a file. Row i of `tokens`, `steps` and `drafted` is call i.
+
+    Seconds are processor time of the calling thread.
+    """
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -49,10 +52,9 @@ class Replay:
     predicted: list[NDArray[np.float32]] = field(default_factory=list)  # of each step's nodes
     accepted: list[NDArray[np.bool_]] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)  # of each step
-    extend_seconds: float = 0.0  # of all calls, like the fields below
-    open_seconds: float = 0.0
-    close_seconds: float = 0.0
-    prompt_tokens: int = 0
+    open_seconds: list[float] = field(default_factory=list)  # of each call
+    extend_seconds: float = 0.0  # of all calls
+    close_seconds: float = 0.0  # of all calls
 
     @property
     def tokens_per_step(self) -> float:
@@ -73,17 +75,16 @@ class Replay:
         return 1 - sum(self.steps) / sum(self.tokens)
 
 
-def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int) -> Replay:
-    """Replay `calls` in order with draft trees of at most `budget` tokens."""
-    result = Replay()
+def replay(calls: Sequence[EncodedCall], open_request: Open, budget: int, result: Replay | None = None) -> Replay:
+    """Replay `calls` in order with draft trees of at most `budget` tokens; counted in `result` too, if given."""
+    result = Replay() if result is None else result
     for call in calls:
-        start = time.perf_counter()
+        start = time.thread_time()
         with open_request(call) as request:
-            result.open_seconds += time.perf_counter() - start
-            result.prompt_tokens += len(call.prompt)
+            result.open_seconds.append(time.thread_time() - start)
             _replay_call(call.response, request, budget, result)
-            start = time.perf_counter()
-        result.close_seconds += time.perf_counter() - start
+            start = time.thread_time()
+        result.close_seconds += time.thread_time() - start
     return result
 
 
@@ -96,14 +97,14 @@ def replay_cache(calls: Sequence[EncodedCall], budget: int) -> Replay:
 def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Replay) -> None:
     at = steps = drafted = 0
     while at < len(response):
-        start = time.perf_counter()
+        start = time.thread_time()
         draft = request.draft(budget)
-        drawn = time.perf_counter()
+        drawn = time.thread_time()
         accepted = accepted_nodes(draft, response[at:])
         committed = response[at : at + int(accepted.sum()) + 1]
-        begun = time.perf_counter()
+        begun = time.thread_time()
         request.extend(committed)
-        result.extend_seconds += time.perf_counter() - begun
+        result.extend_seconds += time.thread_time() - begun
         result.draft_seconds.append(drawn - start)
         result.predicted.append(draft.probabilities)
         result.accepted.append(accepted)

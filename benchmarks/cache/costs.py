@@ -1,6 +1,8 @@
-"""Costs of the cache: seconds per draft, per recorded token, per prompt token and to open it, and bytes per token.
+"""Costs of the cache: processor time of drafts, commits and prompts, time to open, bytes per token.
 
-All text is synthetic, so that no data is needed and the work never varies. Calls are made from Python, as users do.
+Recorded calls are what is judged: a cache is filled with the outputs of most sessions, again and again under other
+token ids until it is as large as wanted, and the calls of the other sessions are then replayed in it. Synthetic text,
+which is easier, stays as a control. Calls are made from Python, as users do.
 """
 
 from __future__ import annotations
@@ -8,21 +10,28 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
+from agentspec.benchmarks.cache.peer import PeerCache, installed_version
 from agentspec.benchmarks.report import Progress
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import SuffixIndex
-from agentspec.cache.tokens import EMPTY, Tokens
-from agentspec.types import Draft
+from agentspec.cache.tokens import Tokens
+from agentspec.errors import ConfigurationError
+from agentspec.recordings.replay import EncodedCall, Replay, replay
 
 VOCABULARY = 49_152
-_SPAN = (8, 200)  # tokens copied at a time
+CACHED = 1_000_000
+TREE = 32
+_OUTPUT = 500  # tokens of one synthetic output
+_CALLS = 400  # replayed calls, at most
+_HELD_OUT = 5  # every fifth session is replayed
+_MEMORY = 8 << 30  # never reached: eviction would change what is measured
+_SPAN = (8, 200)  # tokens that synthetic text copies at a time
 _GAP = 20.0  # mean number of new tokens between two copies
 
 
@@ -44,169 +53,166 @@ def synthetic_tokens(count: int, *, seed: int = 0) -> Tokens:
     return text
 
 
-CACHED = 1_000_000
-TREE = 32
-_OUTPUT = 500  # tokens of one cached output
-_STEP = 4  # tokens committed at a time
-_MEASURED, _WARMUP = 3000, 300  # drafts
-_PROMPT, _TURN = 50_000, 250  # tokens of a long prompt, and what each turn adds
-_MEMORY = 8 << 30  # never reached: eviction would change what is measured
-_BYTES_PER_TOKEN = 40  # at most, while runs merge and are saved
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Outputs that fill a cache, and calls that are replayed in it then."""
+
+    outputs: Sequence[Tokens]
+    calls: Sequence[EncodedCall]
+
+    @classmethod
+    def recorded(cls, calls: Sequence[EncodedCall]) -> Workload:
+        """Every fifth session is replayed. Raises `ConfigurationError` where there are fewer than five."""
+        sessions = list(dict.fromkeys(call.session for call in calls))
+        held_out = set(sessions[_HELD_OUT - 1 :: _HELD_OUT])
+        if not held_out:
+            raise ConfigurationError(f"costs need recorded calls of {_HELD_OUT} sessions, not {len(sessions)}")
+        outputs = [call.response for call in calls if call.session not in held_out]
+        return cls(outputs, [call for call in calls if call.session in held_out][:_CALLS])
+
+    @classmethod
+    def synthetic(cls, tokens: int) -> Workload:
+        """Four fifths of each measured text are copied from the text that fills the cache."""
+        known, rng = synthetic_tokens(tokens), np.random.default_rng(2)
+        text = synthetic_tokens(2 * _OUTPUT * min(_CALLS, 20), seed=3)
+        for at in range(0, len(text), 100):
+            begin = int(rng.integers(0, max(1, tokens - 80)))
+            text[at : at + 80] = known[begin : begin + len(text[at : at + 80])]
+        halves = list(_split(text))
+        calls = [EncodedCall(f"s{at}", halves[at], halves[at + 1]) for at in range(0, len(halves), 2)]
+        return cls(list(_split(known)), calls)
+
+    def fill(self, tokens: int) -> Iterator[Tokens]:
+        """Outputs of `tokens` tokens in all: as they are, and then again and again under other token ids."""
+        ids = np.arange(1 + max(int(output.max()) for output in self.outputs), dtype=np.int32)
+        rng, left = np.random.default_rng(0), tokens
+        while True:
+            for output in self.outputs:
+                yield ids[output][:left]
+                left -= len(output)
+                if left <= 0:
+                    return
+            ids = rng.permutation(ids)
+
+
+def _split(text: Tokens) -> Iterator[Tokens]:
+    return (text[at : at + _OUTPUT] for at in range(0, len(text), _OUTPUT))
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
-    """Seconds per draft, over `drafts` drafts, and the mean size of the drafted trees."""
+class Work:
+    """Seconds of the calling thread's processor time, and the mean size of the drafted trees."""
 
     cached_tokens: int
     drafts: int
     tree: float
-    median: float
+    median: float  # of a draft
     p99: float
-    longest: float
+    extend: float  # per output token: learning, and the session
+    close: float  # per output token: cached past outputs; the peer gives back the prompt
+    new_prompt: float  # per token of the first prompt of a session
+    known_prompt: float  # per token of a prompt that extends the session's last one
+
+    @property
+    def commit(self) -> float:
+        """Seconds per output token in all."""
+        return self.extend + self.close
 
     @classmethod
-    def of(cls, cached_tokens: int, seconds: Sequence[float], sizes: Sequence[int]) -> Latency:
-        middle, late = np.percentile(seconds, [50, 99])
-        return cls(cached_tokens, len(seconds), float(np.mean(sizes)), float(middle), float(late), max(seconds))
+    def of(cls, cached_tokens: int, calls: Sequence[EncodedCall], done: Replay) -> Work:
+        first = {call.session: number for number, call in reversed(list(enumerate(calls)))}
+        new = np.array([first[call.session] == number for number, call in enumerate(calls)])
+        opening, lengths = np.array(done.open_seconds), np.array([len(call.prompt) for call in calls])
+        middle, late = np.percentile(done.draft_seconds, [50, 99])
+        return cls(
+            cached_tokens,
+            len(done.draft_seconds),
+            done.drafted_per_step,
+            float(middle),
+            float(late),
+            done.extend_seconds / sum(done.tokens),
+            done.close_seconds / sum(done.tokens),
+            *(float(opening[chosen].sum() / max(1, lengths[chosen].sum())) for chosen in (new, ~new)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times in seconds, sizes in bytes; `insert` and `record` per token, `request_start` per prompt token."""
+    """Times in seconds, sizes in bytes per token."""
 
-    draft: Latency
-    insert: float  # adding an output to the cached past outputs, merges included
-    record: float  # all work for an output token: learning, session, cached past outputs
-    request_start: float
-    memory_bytes: float  # per token of the cached past outputs
-    disk_bytes: float  # per token in the database
+    recorded: Work  # over `CACHED` tokens in memory
+    opened: Work  # over `opened_tokens` tokens on disk, mapped
+    synthetic: Work  # a control, over `CACHED` tokens in memory
+    peer: Work | None  # the peer's, in turns with `recorded`
+    insert: float  # per token: adding an output to the cached past outputs, merges included
+    memory_bytes: float  # of the cached past outputs
+    disk_bytes: float  # in the database
+    segment_bytes: float  # in a segment
     opened_tokens: int
     open_seconds: float  # from opening a cache on disk to its first draft
-    segment_bytes: float | None = None  # per token in a segment
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Seconds from opening a cache to its first draft, and bytes per token in its database and its segments."""
-
-    seconds: float
-    database: float
-    segments: float
-
-
-def measure_costs(opened: int, progress: Progress, *, cached: int = CACHED) -> Costs:
+def measure_costs(calls: Sequence[EncodedCall], opened: int, progress: Progress, *, cached: int = CACHED) -> Costs:
     """Measure everything with `cached` tokens in memory and `opened` tokens on disk."""
-    text = synthetic_tokens(cached)
+    recorded = Workload.recorded(calls)
     progress(f"inserting {cached:,} tokens")
-    insert, memory_bytes = insert_cost(text)
-    progress("starting requests")
-    request_start = request_start_cost()
+    insert, memory_bytes = _insert(recorded.fill(cached), cached)
+    progress(f"drafting over {cached:,} recorded tokens")
+    ours, peer = _in_turns(recorded, cached, installed_version() is not None)
+    progress(f"drafting over {cached:,} synthetic tokens")
+    synthetic, _ = _in_turns(Workload.synthetic(cached), cached, False)
     with tempfile.TemporaryDirectory(prefix="agentspec-bench-") as folder:
-        progress(f"recording {cached:,} tokens")
-        with SuffixCache.open(memory_bytes=_MEMORY) as cache:
-            record = record_cost(cache, text)
-            progress("drafting")
-            draft = draft_latency(cache)
-        progress(f"writing {opened:,} tokens")
-        opening = open_cost(Path(folder), opened)
-    return Costs(
-        draft=draft,
-        insert=insert,
-        record=record,
-        request_start=request_start,
-        memory_bytes=memory_bytes,
-        disk_bytes=opening.database,
-        opened_tokens=opened,
-        open_seconds=opening.seconds,
-        segment_bytes=opening.segments,
-    )
+        progress(f"writing {opened:,} tokens, opening and drafting")
+        work, sizes, seconds = _on_disk(Path(folder), recorded, opened)
+    return Costs(ours, work, synthetic, peer, insert, memory_bytes, *sizes, opened, seconds)
 
 
-def insert_cost(text: Tokens) -> tuple[float, float]:
-    """(seconds, bytes) per token of adding `text` to an index, one output at a time."""
-    index = SuffixIndex()
-    seconds = 0.0
-    for number, output in enumerate(_outputs(text)):
-        context = text[max(0, number * _OUTPUT - 64) : number * _OUTPUT]
-        start = time.perf_counter()
-        index.append(number, output, context)
-        seconds += time.perf_counter() - start
-    return seconds / len(text), index.memory_bytes() / len(text)
+def _insert(outputs: Iterable[Tokens], tokens: int) -> tuple[float, float]:
+    """(seconds, bytes) per token of adding outputs to an index, one at a time."""
+    index, seconds = SuffixIndex(), 0.0
+    for number, output in enumerate(outputs):
+        start = time.thread_time()
+        index.append(number, output)
+        seconds += time.thread_time() - start
+    return seconds / tokens, index.memory_bytes() / tokens
 
 
-def record_cost(cache: SuffixCache, text: Tokens) -> float:
-    """Seconds per token of requests that each write one output in steps of a few tokens."""
-    start = time.perf_counter()
-    for output in _outputs(text):
-        with cache.request(EMPTY) as request:
-            for at in range(0, len(output), _STEP):
-                request.extend(output[at : at + _STEP])
-    return (time.perf_counter() - start) / len(text)
+def _record(cache: SuffixCache, outputs: Iterable[Tokens]) -> None:
+    for output in outputs:
+        with cache.request([]) as request:
+            request.extend(output)
 
 
-def request_start_cost() -> float:
-    """Median seconds per prompt token of a request whose int32 prompt extends the session's last prompt."""
-    text = synthetic_tokens(_PROMPT + 50 * _TURN, seed=1)
-    seconds = []
+def _in_turns(load: Workload, cached: int, peered: bool) -> tuple[Work, Work | None]:
+    """The work of the cache and, if `peered`, of the peer: one call of each after the other."""
+    ours, theirs = Replay(), Replay()
+    peer = PeerCache() if peered else None
+    if peer:
+        peer.fill(load.fill(cached))
     with SuffixCache.open(memory_bytes=_MEMORY) as cache:
-        for end in range(_PROMPT, len(text) + 1, _TURN):
-            prompt = text[:end]
-            start = time.perf_counter()
-            request = cache.request(prompt, session="long")
-            seconds.append((time.perf_counter() - start) / end)
-            request.abandon()
-    return median(seconds[1:])  # the first request has no session to extend
+        _record(cache, load.fill(cached))
+        gc.collect()
+        for call in load.calls:
+            replay([call], lambda call: cache.request(call.prompt, session=call.session), TREE, ours)
+            if peer:
+                replay([call], peer.request, TREE, theirs)
+    return Work.of(cached, load.calls, ours), Work.of(cached, load.calls, theirs) if peer else None
 
 
-def draft_latency(cache: SuffixCache) -> Latency:
-    """Latency of drafts for a request that continues the cached text."""
-    cached = cache.stats().tokens
-    text = _continuation(cached, 2000 + _STEP * (_MEASURED + _WARMUP))
-    with cache.request(text[:2000], store=False) as request:
-        return _drafts(cached, text[2000:], request.draft, request.extend)
-
-
-def open_cost(folder: Path, tokens: int) -> Opening:
-    """The cost of opening a cache of `tokens` tokens that was closed before; the page cache still holds its files."""
-    text = synthetic_tokens(tokens)
+def _on_disk(folder: Path, load: Workload, tokens: int) -> tuple[Work, tuple[float, float], float]:
+    """The work over a cache that was closed before, its bytes per token in the database and in segments, and how long
+    it takes from opening it to the first draft; the page cache still holds its files.
+    """
     with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache:
-        for number, output in enumerate(_outputs(text)):
-            with cache.request(text[max(0, number * _OUTPUT - 64) : number * _OUTPUT]) as request:
-                request.extend(output)
+        _record(cache, load.fill(tokens))
         cache.compact()
     gc.collect()
     start = time.perf_counter()
-    with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache, cache.request(text[:64], store=False) as request:
-        request.draft(TREE)
+    with SuffixCache.open(folder, memory_bytes=_MEMORY) as cache:
+        with cache.request(load.calls[0].prompt, store=False) as request:
+            request.draft(TREE)
         seconds = time.perf_counter() - start
-        disk_bytes = cache.stats().disk_bytes
-    segments = sum(file.stat().st_size for file in folder.glob("*.segment"))
-    return Opening(seconds, (disk_bytes - segments) / tokens, segments / tokens)
-
-
-def _outputs(text: Tokens) -> Iterator[Tokens]:
-    return (text[at : at + _OUTPUT] for at in range(0, len(text), _OUTPUT))
-
-
-def _continuation(cached: int, count: int) -> Tokens:
-    """New text that repeats spans of the cached text, as the cached text repeats its own."""
-    rng = np.random.default_rng(2)
-    known = synthetic_tokens(cached)
-    text = synthetic_tokens(count, seed=3)
-    for at in range(0, count, 100):
-        begin = int(rng.integers(0, max(1, len(known) - 80)))
-        text[at : at + 80] = known[begin : begin + len(text[at : at + 80])]
-    return text
-
-
-def _drafts(cached: int, text: Tokens, draft: Callable[[int], Draft], extend: Callable[[Tokens], None]) -> Latency:
-    seconds, sizes = [], []
-    gc.collect()
-    for at in range(0, len(text), _STEP):
-        start = time.perf_counter()
-        tree = draft(TREE)
-        seconds.append(time.perf_counter() - start)
-        sizes.append(len(tree))
-        extend(text[at : at + _STEP])
-    return Latency.of(cached, seconds[_WARMUP:], sizes[_WARMUP:])
+        segments = sum(file.stat().st_size for file in folder.glob("*.segment"))
+        sizes = (cache.stats().disk_bytes - segments) / tokens, segments / tokens
+        done = replay(load.calls, lambda call: cache.request(call.prompt, session=call.session), TREE)
+    return Work.of(tokens, load.calls, done), sizes, seconds

@@ -1,17 +1,9 @@
-"""The cache benchmark: replays recorded calls at several budgets, compares the peer, and measures costs.
-
-The peer is the suffix decoding of vLLM, Snowflake's arctic-inference (Apache-2.0), where it is installed. It is not a
-dependency.
-"""
+"""The cache benchmark: replays recorded calls at several budgets, compares the peer, and measures costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from itertools import count
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,59 +11,11 @@ import numpy as np
 from rich.console import RenderableType
 
 from agentspec.benchmarks import report
-from agentspec.benchmarks.cache.costs import TREE, Costs, Latency
+from agentspec.benchmarks.cache.costs import CACHED, TREE, Costs, Work, measure_costs
+from agentspec.benchmarks.cache.peer import PeerCache, installed_version
 from agentspec.benchmarks.report import Figure, Progress, names_of
 from agentspec.benchmarks.traces import Encode, read_calls
-from agentspec.cache.tokens import Tokens
 from agentspec.recordings.replay import EncodedCall, Replay, replay, replay_cache
-from agentspec.types import Draft
-
-PEER = "arctic_inference.suffix_decoding"
-DEPTH = 64
-BEST_TREE = {"max_spec_factor": 64.0, "max_spec_offset": 0.0, "min_token_prob": 0.02, "use_tree_spec": True}
-"""The peer's tree mode that drafted best among the modes tried, with depth `DEPTH`."""
-
-
-def installed_version() -> str | None:
-    """The installed version of the peer; None if it cannot be imported."""
-    try:
-        import_module(PEER)
-        return version("arctic-inference")
-    except (ImportError, PackageNotFoundError):
-        return None
-
-
-def replay_peer(calls: Sequence[EncodedCall], budget: int) -> Replay:
-    """Replay `calls` with the installed peer's best tree mode."""
-    cache: Any = import_module(PEER).SuffixDecodingCache(max_tree_depth=DEPTH)
-    numbers = count()
-
-    @contextmanager
-    def open_request(call: EncodedCall) -> Iterator[PeerRequest]:
-        number = next(numbers)
-        cache.start_request(number, call.prompt.tolist())
-        yield PeerRequest(cache, number, call.prompt[-DEPTH:].tolist())
-        cache.stop_request(number)
-
-    return replay(calls, open_request, budget)
-
-
-@dataclass(slots=True)
-class PeerRequest:
-    cache: Any
-    number: int
-    context: list[int]
-
-    def draft(self, max_tokens: int) -> Draft:
-        found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **BEST_TREE)
-        tokens, parents = (np.asarray(given, dtype=np.int32) for given in (found.token_ids, found.parents))
-        zeros = np.zeros(len(tokens), np.int32)
-        return Draft(tokens, parents, np.asarray(found.probs, np.float32), zeros, zeros.astype(np.uint8))
-
-    def extend(self, tokens: Tokens) -> None:
-        new = tokens.tolist()
-        self.cache.add_active_response(self.number, new)
-        self.context = [*self.context, *new][-DEPTH:]
 
 
 def run_cache(
@@ -80,33 +24,34 @@ def run_cache(
     *,
     calls: int,
     budgets: Sequence[int],
-    costs: Callable[[Progress], Costs] | None = None,
+    open_tokens: int | None = None,
     progress: Progress,
 ) -> CacheReport:
-    """Replay the first `calls` calls of each file at every budget, then measure `costs`.
+    """Replay the first `calls` calls of each file at every budget, then measure costs, with `open_tokens` on disk.
 
     Raises `ConfigurationError`.
     """
-    files = []
+    files, everything = [], list[EncodedCall]()
     installed = installed_version()
     for path, name in zip(paths, names_of(paths), strict=True):
         name = name.removesuffix(".jsonl.gz")
         progress(f"{name}: encoding")
         recorded = read_calls(path, encode, calls)
+        everything += [replace(call, session=f"{name} {call.session}") for call in recorded]
         result = FileResult(name)
         for budget in sorted(set(budgets)):
             progress(f"{name}: replaying {len(recorded)} calls at budget {budget}")
             result.replays[budget] = replay_cache(recorded, budget)
         for budget in budgets if installed else ():
             progress(f"{name}: the peer at budget {budget}")
-            result.peer[budget] = replay_peer(recorded, budget).tokens_per_step
+            result.peer[budget] = replay(recorded, PeerCache().request, budget).tokens_per_step
         files.append(result)
     source = (
         f"arctic-inference {installed}, best tree, run here"
         if installed
         else "a peer that is not installed: pip install arctic-inference"
     )
-    measured = costs(progress) if costs else None
+    measured = measure_costs(everything, open_tokens, progress) if open_tokens else None
     return CacheReport(files, sorted(budgets), source, measured)
 
 
@@ -185,22 +130,32 @@ def _drafting_goals(found: CacheReport) -> Iterator[Figure]:
 
 
 def _cost_goals(costs: Costs | None) -> Iterator[Figure]:
-    yield from _latency_goals(costs.draft if costs else None, "1 M", (45, 35), (150, 120))
-    yield Figure("commit per token, 1 M cached tokens", _micro(costs.record if costs else None), "us", 4.3, 3.0)
+    yield from _work_goals(costs.recorded if costs else None, CACHED, ((60, 45), (150, 120), (6, 4.5)))
+    yield from _work_goals(costs.opened if costs else None, _OPENED, ((105, 80), (260, 200), (8, 6)))
+    yield from _peer_goals(costs)
+    new = costs.recorded.new_prompt if costs else None
+    yield Figure("request start per token of a new prompt", _micro(new), "us", 0.25, 0.1)
     yield Figure("insert per token, merges included", _micro(costs.insert if costs else None), "us", 2.0, 0.7)
-    yield Figure("request start per prompt token", _micro(costs.request_start if costs else None), "us", 0.1, 0.01)
-    yield Figure("bytes per cached token, memory", costs.memory_bytes if costs else None, "B", 60, 30)
+    yield Figure("bytes per cached token, memory", costs.memory_bytes if costs else None, "B", 11, 10)
     yield Figure("bytes per cached token, segment", costs.segment_bytes if costs else None, "B", 12, 9)
     yield _open_goal(costs)
 
 
-def _latency_goals(
-    latency: Latency | None, size: str, middle: tuple[float, float], late: tuple[float, float]
-) -> Iterator[Figure]:
-    note = f"{latency.cached_tokens:,} tokens, trees of {latency.tree:.1f} tokens" if latency else ""
-    name = f"drafting a tree of {TREE}, {size} cached tokens"
-    yield Figure(f"{name}, median", _micro(latency.median if latency else None), "us", *middle, note=note)
-    yield Figure(f"{name}, p99", _micro(latency.p99 if latency else None), "us", *late, note=note)
+def _work_goals(work: Work | None, size: int, bounds: Sequence[tuple[float, float]]) -> Iterator[Figure]:
+    """Goals for a cache of `size` recorded tokens; a smaller one is not judged."""
+    judged = work if work and work.cached_tokens >= size else None
+    note = f"trees of {judged.tree:.1f} tokens" if judged else ""
+    name = f"{size // 1_000_000} M recorded tokens"
+    values = [_micro(value) for value in ((judged.median, judged.p99, judged.commit) if judged else (None,) * 3)]
+    for what, value, bound in zip((f"draft of {TREE}, median", "p99", "commit per token"), values, bounds, strict=True):
+        yield Figure(f"{name}: {what}", value, "us", *bound, note=note)
+
+
+def _peer_goals(costs: Costs | None) -> Iterator[Figure]:
+    both = (costs.peer, costs.recorded) if costs and costs.peer else None
+    draft, commit = (both[0].median / both[1].median, both[0].extend / both[1].commit) if both else (None, None)
+    yield Figure("draft, the peer's time over ours", draft, "x", 1.4, 1.8, at_most=False)
+    yield Figure("commit, the peer's time over ours", commit, "x", 1.15, 1.5, at_most=False)
 
 
 def _open_goal(costs: Costs | None) -> Figure:
@@ -254,33 +209,51 @@ def _calibration_cells(name: str, replay: Replay) -> list[str]:
 
 def _timing_table(found: CacheReport) -> RenderableType:
     budget = found.budgets[-1]
-    columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us/prompt token")
+    columns = ("file", "draft median, us", "p99", "extend, us/token", "close, us/token", "start, us")
     rows = (
         (file.name, *(f"{1e6 * seconds:.3g}" for seconds in _times(file.replays[budget]).values()))
         for file in found.files
     )
-    return report.table(f"Time in the replay at budget {budget}", columns, rows)
+    return report.table(f"Processor time in the replay at budget {budget}", columns, rows)
 
 
 def _times(replay: Replay) -> dict[str, float]:
-    """Seconds per draft, per output token and per prompt token."""
+    """Processor seconds per draft, per output token and per started request."""
     tokens = sum(replay.tokens)
     return {
         "draft_median": float(np.median(replay.draft_seconds)),
         "draft_p99": float(np.percentile(replay.draft_seconds, 99)),
         "extend_per_token": replay.extend_seconds / tokens,
         "close_per_token": replay.close_seconds / tokens,
-        "start_per_prompt_token": replay.open_seconds / max(1, replay.prompt_tokens),
+        "start": float(np.mean(replay.open_seconds)),
     }
 
 
 def _costs_table(costs: Costs) -> RenderableType:
-    rows = {
-        "longest draft, cache at rest": f"{1e3 * costs.draft.longest:.2f} ms",
-        "bytes on disk per token": f"{costs.disk_bytes:.1f}",
-        f"open {costs.opened_tokens:,} tokens until the first draft": f"{costs.open_seconds:.2f} s",
+    found = {
+        "recorded": costs.recorded,
+        "recorded, opened from disk": costs.opened,
+        "the peer, recorded": costs.peer,
+        "synthetic text, a control": costs.synthetic,
     }
-    return report.table("Further costs (synthetic text), without a goal", ("figure", "measured"), rows.items())
+    title = f"Processor time, us; {costs.disk_bytes:.1f} bytes a token in the database"
+    columns = (
+        "text",
+        "cached tokens",
+        "tree",
+        "draft",
+        "p99",
+        "extend a token",
+        "close",
+        "new prompt a token",
+        "known",
+    )
+    return report.table(title, columns, (_work_cells(name, work) for name, work in found.items() if work))
+
+
+def _work_cells(name: str, work: Work) -> list[str]:
+    seconds = (work.median, work.p99, work.extend, work.close, work.new_prompt, work.known_prompt)
+    return [name, f"{work.cached_tokens:,}", f"{work.tree:.1f}", *(f"{1e6 * one:.3g}" for one in seconds)]
 
 
 def _goal_cells(goal: Figure) -> tuple[str, ...]:

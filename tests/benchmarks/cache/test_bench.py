@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.benchmarks.cache.costs import TREE, measure_costs
+from agentspec.benchmarks.cache.costs import TREE, measure_costs, synthetic_tokens
+from agentspec.recordings.replay import EncodedCall
 
 
 @pytest.mark.slow
 @pytest.mark.counted
 def test_every_cost_is_measured() -> None:
-    costs = measure_costs(1500, lambda message: None, cached=3000)
-    assert costs.draft.cached_tokens == 3000 and costs.opened_tokens == 1500
-    assert 0 < costs.draft.median <= costs.draft.p99 <= costs.draft.longest < 10
-    assert 1 < costs.draft.tree <= TREE
-    for value in (costs.insert, costs.record, costs.request_start, costs.open_seconds):
-        assert 0 < value < 10
-    assert costs.insert < costs.record  # recording includes it
-    assert 8 <= costs.memory_bytes < 40 and costs.disk_bytes > 1
-    assert costs.segment_bytes is not None and 8 < costs.segment_bytes < 12
+    text = synthetic_tokens(3000)
+    calls = [
+        EncodedCall(f"s{at // 2}", text[at * 100 : at * 100 + 90], text[at * 100 + 90 :][:100]) for at in range(20)
+    ]
+    costs = measure_costs(calls, 1500, lambda message: None, cached=3000)
+    assert costs.recorded.cached_tokens == costs.synthetic.cached_tokens == 3000
+    assert costs.opened.cached_tokens == costs.opened_tokens == 1500
+    for work in (costs.recorded, costs.opened, costs.synthetic):
+        assert 0 < work.median <= work.p99 < 10 and 1 < work.tree <= TREE
+        assert all(0 < one < 10 for one in (work.commit, work.new_prompt))
+    assert costs.recorded.known_prompt > 0 and 0 < costs.insert < costs.recorded.commit
+    assert (
+        8 <= costs.memory_bytes < 40
+        and costs.disk_bytes > 1
+        and 8 < costs.segment_bytes < 12
+        and costs.open_seconds > 0
+    )
