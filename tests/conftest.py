@@ -148,15 +148,14 @@ def shared_costs() -> Iterator[None]:
     """One timing of forwards for all models of one shape: thirty forwards, as many as a short answer has."""
     with pytest.MonkeyPatch.context() as patch:
         if backend := sys.modules.get("agentspec.backends.torch.backend"):
-            for name in ("measure_costs", "measure_batches"):
-                patch.setattr(backend, name, _measured_once(getattr(backend, name)))
+            patch.setattr(backend, "measure_costs", _measured_once(backend.measure_costs))
         yield
 
 
-def _measured_once(measure: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    known: dict[Any, list[Any]] = {}
+def _measured_once(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    known: dict[Any, Any] = {}
 
-    def measured(target: Any) -> list[Any]:
+    def measured(target: Any) -> Any:
         shape = (str(target.module.config), target.dtype, target.attention, target.batched)
         if shape not in known:
             known[shape] = measure(target)

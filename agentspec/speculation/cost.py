@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise, repeat
-from statistics import median
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +16,10 @@ PRIOR_RISE = 0.02  # assumed cost of one more token, as a share of a one-token f
 SPREAD = 4  # of the largest measured size to the smallest: below it a slope is hardly measured
 EARLY = 64  # the curve is fitted after each of the first measurements,
 SELDOM = 4  # and then after every fourth
-MEMORY = 100.0  # most measurements that count at one knot: later ones replace earlier ones
-RECENT = 10.0  # measurements that still count after the machine's cost has changed
-LEAN_RATE = 0.1  # how fast a knot's mean residual is followed
-LEANING = 0.8  # a mean residual of so many standard deviations of a measurement, 3.5 of its own, signals a change
-OUTLIER = 3.0  # one measurement is clipped to this many standard deviations,
-LEAST_CLIP = 0.15  # or to this share, if it is larger,
-MOST_CLIP = 0.5  # or to this share after a change
+WINDOW = 32  # measurements near one knot that count: later ones replace earlier ones
 NOISE = 0.05  # initial standard deviation of a measurement, as a share of it
 NOISE_RATE = 0.02
-LEAST_NOISE = 0.005
-LEAST_SHARE = 0.1  # an estimate is at least this share of what its size took
+LEAST_NOISE, MOST_NOISE = 0.005, 0.5
 RISE = 4.0  # squared standard deviations that a slope must explain
 BEND = 9.0  # squared standard deviations that a flat part must explain more than a line
 
@@ -37,22 +31,21 @@ _BORDERS = [(low + high) / 2 for low, high in pairwise(KNOTS)]
 
 
 class CostCurve:
-    """Seconds by tokens, never falling, fitted to measurements that are stored as one mean near each knot.
+    """Seconds by tokens, never falling, fitted to the medians of the latest measurements near each knot.
 
     It is flat up to one of `KNOTS` and then a line, by weighted least squares: a machine that computes token by token
     has no flat part, a device that reads its weights in the time of many tokens a long one. A slope, and a flat part,
     must each explain more than noise would; until sizes far apart are measured, a slope that does not is assumed.
     """
 
-    def __init__(self, seen: Mapping[int, float], visits: Iterable[float]) -> None:
-        """Start from at least one pair of tokens and seconds; each counts for so many measurements as `visits` says."""
-        self._visits = np.zeros(len(KNOTS))
-        self._tokens, self._seconds = _KNOTS.copy(), np.zeros(len(KNOTS))  # means of the measurements near each knot
-        self._lean = np.zeros(len(KNOTS))
+    def __init__(self, measured: Iterable[tuple[int, float]]) -> None:
+        """Start from pairs of tokens and seconds, at least one."""
+        self._recent = [deque[tuple[float, int]](maxlen=WINDOW) for _ in KNOTS]
+        self._tokens, self._seconds, self._counts = _KNOTS.copy(), np.zeros(len(KNOTS)), np.zeros(len(KNOTS))
         self._variance = NOISE**2
-        self._sightings = 0
-        for (tokens, seconds), count in zip(seen.items(), visits, strict=False):
-            self._add(nearest(tokens), tokens, seconds, count)
+        self._observed, self._confirmed, self._fresh = 0, set[int](), set[int]()
+        for tokens, seconds in measured:
+            self._add(tokens, seconds)
         self._fit()
 
     def many(self, tokens: Counts) -> Floats:
@@ -61,64 +54,38 @@ class CostCurve:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one forward."""
-        knot = nearest(tokens)
-        self._add(knot, tokens, self._judged(knot, tokens, seconds), 1.0)
-        self._sightings += 1
-        if self._sightings <= EARLY or self._sightings % SELDOM == 0:
+        off = seconds / float(self.many(np.array([tokens]))[0]) - 1.0
+        self._variance += NOISE_RATE * (min(max(off * off, LEAST_NOISE**2), MOST_NOISE**2) - self._variance)
+        self._add(tokens, seconds)
+        self._confirmed.add(nearest(tokens))
+        self._observed += 1
+        if self._observed <= EARLY or self._observed % SELDOM == 0:
             self._fit()
 
     def is_measured(self, tokens: int) -> bool:
         """Whether the estimate for this size rests on a measurement near it, not on other sizes alone."""
-        return bool(self._visits[nearest(tokens)] > 0)
+        return bool(self._recent[nearest(tokens)])
 
-    def _judged(self, knot: int, tokens: int, seconds: float) -> float:
-        """Clip `seconds` to what one measurement may differ from the estimate; update noise and detect a change.
+    def doubt(self) -> None:
+        """Forget the sizes that were never observed: a start that was wrong about one is not trusted about others."""
+        for knot in set(range(len(KNOTS))) - self._confirmed:
+            self._recent[knot].clear()
+            self._counts[knot] = 0
 
-        The fewer measurements an estimate rests on, the more the next one may differ. The first one at a size may be as
-        much as larger sizes took and as little as smaller ones: a wrong guess would otherwise stand, and its error be
-        taken for a slower machine.
-        """
-        here, there = self.many(np.array([tokens, self._tokens[knot]]))
-        visits, mean = self._visits[knot], self._seconds[knot]
-        expected = float(max(mean + here - there, LEAST_SHARE * mean) if visits else here)
-        noticed = self._noticed(knot, seconds / expected - 1.0)
-        limit = max(noticed, (1.0 + visits) ** -2)
-        least, most = expected / (1.0 + limit), expected * (1.0 + limit)
-        if not visits:
-            measured = self._visits > 0
-            if measured[knot:].any():
-                most = max(expected, self._seconds[knot:][measured[knot:]].min()) * (1.0 + noticed)
-            if measured[:knot].any():
-                least = min(expected, self._seconds[:knot][measured[:knot]].max()) / (1.0 + noticed)
-        return float(min(max(seconds, least), most))
-
-    def _noticed(self, knot: int, off: float) -> float:
-        """Learn from a residual, as a share, how noisy measurements are and whether the knot's cost has changed.
-
-        Returns how far one measurement may differ.
-        """
-        off = min(max(off, -MOST_CLIP), MOST_CLIP)
-        known = self._visits[knot] / (self._visits[knot] + 1.0)
-        self._variance += NOISE_RATE * (max(known * off * off, LEAST_NOISE**2) - self._variance)
-        deviation = float(np.sqrt(self._variance))
-        lean = min(max(off / deviation, -OUTLIER), OUTLIER)
-        self._lean[knot] += LEAN_RATE * (lean - self._lean[knot])
-        if abs(self._lean[knot]) > LEANING:
-            self._visits[knot] = min(self._visits[knot], RECENT)
-            return MOST_CLIP
-        return max(OUTLIER * deviation, LEAST_CLIP)
-
-    def _add(self, knot: int, tokens: float, seconds: float, visits: float) -> None:
-        share = visits / (self._visits[knot] + visits)
-        self._visits[knot] = min(self._visits[knot] + visits, MEMORY)
-        self._tokens[knot] += share * (tokens - self._tokens[knot])
-        self._seconds[knot] += share * (seconds - self._seconds[knot])
+    def _add(self, tokens: int, seconds: float) -> None:
+        self._recent[nearest(tokens)].append((seconds, tokens))
+        self._fresh.add(nearest(tokens))
 
     def _fit(self) -> None:
         """Choose the flat part, the level and the slope that explain the measurements best."""
-        measured = np.flatnonzero(self._visits)
-        tokens, seconds, visits = self._tokens[measured], self._seconds[measured], self._visits[measured]
-        weights = visits / (self._variance * seconds**2)
+        for knot in self._fresh:
+            recent = sorted(self._recent[knot])
+            self._seconds[knot], self._tokens[knot] = recent[(len(recent) - 1) // 2]  # of two the less disturbed one
+            self._counts[knot] = len(recent)
+        self._fresh.clear()
+        measured = np.flatnonzero(self._counts)
+        tokens, seconds = self._tokens[measured], self._seconds[measured]
+        weights = self._counts[measured] / (self._variance * seconds**2)
         total = weights.sum()
         level = seconds @ weights / total
         narrow = tokens[-1] < SPREAD * tokens[0]
@@ -145,10 +112,11 @@ def nearest(tokens: float) -> int:
 
 
 GUESS_SECONDS = 0.03  # assumed for a one-token forward until one is measured
+LEAST_SHARE = 0.1  # of what its tokens are estimated to take, which a forward took at least
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one measurement counts as at most this factor
-CALIBRATION_WEIGHT = 2.0  # measurements that a calibrated size counts for
-MEDIAN_WEIGHT = 10.0  # most measurements that a size's median counts for
+FIRST_TRIAL, LAST_TRIAL = 8, 512  # forwards of one kind in a row, with drafts or without, before one of the other
+SURPRISE = 1.5  # a forward that is off by this factor makes trials frequent again
 PER_SEQUENCE_RATE = 0.015  # how fast the cost per sequence is followed: most errors are the curve's or noise
 PER_SEQUENCE_CLIP = 0.5  # one measurement counts as at most this share
 
@@ -167,6 +135,11 @@ class CostModel:
         self._per_token_context = 0.0
         self._per_sequence = 0.0
         self._speed = 1.0
+        self._wait = FIRST_TRIAL
+        self._plain, self._alike = (
+            True,
+            0,
+        )  # whether the last forward had one token for each sequence, and how many alike
         self.calibrate([(1, 0, GUESS_SECONDS)])
         self._measured = False
 
@@ -178,7 +151,7 @@ class CostModel:
         """
         near = min(context for _, context, _ in samples)
         sizes = _fastest((tokens, seconds) for tokens, context, seconds in samples if context == near)
-        self._curve = CostCurve(sizes, repeat(CALIBRATION_WEIGHT))
+        self._curve = CostCurve(sizes.items())
         self._speed, self._measured = 1.0, True
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
         self._per_context, self._per_token_context = _line(sorted(_fastest(far).items()))
@@ -198,6 +171,7 @@ class CostModel:
         if not self._measured:
             self.calibrate([(tokens, context, seconds)])
         ratio = seconds / self.seconds(tokens, context, batch)
+        surprised = self._count(tokens == batch, ratio)
         if self._curve.is_measured(tokens):  # else the estimate may be what is wrong, not the speed
             self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
         alone = seconds / self._speed - float(self._added(tokens, context, batch))
@@ -205,19 +179,34 @@ class CostModel:
             base = self._base(tokens)
             off = min(max(alone - base, -PER_SEQUENCE_CLIP * base), PER_SEQUENCE_CLIP * base)
             self._per_sequence = max(0.0, self._per_sequence + PER_SEQUENCE_RATE * off / batch)
-        self._curve.observe(tokens, alone)
+        self._curve.observe(tokens, max(alone, LEAST_SHARE * self._base(tokens)))
+        if surprised:
+            self._curve.doubt()
+
+    @property
+    def trial(self) -> Literal["plain", "drafts"] | None:
+        """The kind of forward, without drafts or with, that should come next since none came for long. A size that
+        never comes would keep a wrong cost, such as one that was measured while the machine had other work.
+        """
+        return None if self._alike < self._wait else "drafts" if self._plain else "plain"
+
+    def _count(self, plain: bool, ratio: float) -> bool:
+        """Count a forward that took `ratio` times as long as expected; returns whether it is the first of its kind and
+        a surprise. Trials that find nothing new become rare.
+        """
+        if plain == self._plain:
+            self._alike += 1
+            return False
+        surprise = not 1 / SURPRISE < ratio < SURPRISE
+        self._wait = FIRST_TRIAL if surprise else min(2 * self._wait, LAST_TRIAL)
+        self._plain, self._alike = plain, 0
+        return surprise
 
     def relearn(self, samples: Iterable[tuple[int, float]]) -> None:
-        """Start again from timed forwards (tokens, seconds), at least one, of one sequence without context.
-
-        The medians near each size are taken, so that neither the forwards that came first nor a few that were disturbed
-        count for more than others. Replaces everything learned before.
+        """Start again from timed forwards (tokens, seconds), at least one, of one sequence without context. Replaces
+        everything learned before.
         """
-        near: dict[int, list[tuple[int, float]]] = {}
-        for tokens, seconds in samples:
-            near.setdefault(nearest(tokens), []).append((tokens, seconds))
-        middle = {round(median(t for t, _ in of)): median(s for _, s in of) for of in near.values()}
-        self._curve = CostCurve(middle, [min(len(of), MEDIAN_WEIGHT) for of in near.values()])
+        self._curve = CostCurve(samples)
         self._speed, self._measured = 1.0, True
         self._per_context = self._per_token_context = self._per_sequence = 0.0
 

@@ -32,6 +32,7 @@ REQUEST_FADE = 0.9  # decay per round of one request's record: short, since pred
 LONGEST_PAUSE = 16  # most rounds in a row without asking the drafters
 MOST_STEPS = 256  # workflow steps with a calibration of their own
 MOST_TENANTS = 256  # likewise
+LIKELY = 0.5  # a trial with drafts verifies the nodes that are at least as likely
 FADE = 0.998  # decay per round of what was learned, so that a source that was wrong is tried again
 
 
@@ -168,10 +169,14 @@ class Governor:
         Without drafts the step computes `tokens` tokens (at least one for each request) of `batch` sequences over
         `context` KV slots. `required_tokens` is as in `allocate_budget`. The choice maximises the expected tokens per
         second of all requests together. The time for reading prompts is left out, since it must be spent in any case.
+        Now and then it is a trial, so that no wrong cost stands for good.
         """
         requests = len(acceptances)
         tokens, batch = tokens or requests, batch or requests
         reading = self.cost.seconds(tokens, context, batch) - self.cost.seconds(requests, context, batch)
+        if (trial := self.cost.trial) is not None:
+            least = LIKELY if trial == "drafts" else 2.0
+            return [[node for node, chance in enumerate(one) if chance >= least] for one in acceptances]
         counts = allocate_budget(
             acceptances,
             requests,

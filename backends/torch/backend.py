@@ -24,7 +24,7 @@ from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot
 from agentspec.backends.torch.engine.tasks import Tasks, computed, on_own_thread
-from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_batches, measure_costs
+from agentspec.backends.torch.loader import LoadedModel, load, load_draft, measure_costs
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
@@ -94,7 +94,7 @@ class TorchBackend(ModelTokens):
         )
         if settings.max_draft_tokens:
             logger.info("measuring how long forwards of %s take", loaded.name)
-            context.governor.cost.calibrate(measure_costs(loaded.target), measure_batches(loaded.target))
+            context.governor.cost.calibrate(*measure_costs(loaded.target))
         self._engine = Engine(
             context, settings, lambda one: self._cache_session(one.original, one.prompt), keeps_prefixes=keeps_prefixes
         )

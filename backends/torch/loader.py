@@ -263,39 +263,30 @@ SEQUENCES = (4, 8)  # sequences in one forward
 
 
 @torch.inference_mode()
-def measure_costs(target: TargetModel, limit_seconds: float = 2.0) -> list[tuple[int, int, float]]:
-    """Time forwards of every size in `SIZES`, as far as the limit allows; returns (tokens, context, seconds) samples.
-
-    There is at least one sample.
+def measure_costs(
+    target: TargetModel, limit_seconds: float = 2.0
+) -> tuple[list[tuple[int, int, float]], list[tuple[int, float]]]:
+    """Time forwards of every size in `SIZES`, and of one token for each of several sequences, as far as the limit
+    allows. Returns samples (tokens, context, seconds), at least one, and (sequences, seconds).
     """
     started = perf_counter()
     cache = target.new_cache(FAR + max(SIZES))
-    target.forward(cache, [0])
+    _timed(target, [BatchItem(cache, [0])])  # the first forward of a kind takes longer
     sizes = [size for size in SIZES if size <= target.context_length]
     far, several = min(FAR, target.context_length - max(sizes)), min(16, max(sizes))
-    samples: list[tuple[int, int, float]] = []
-    for size, context in [(size, 0) for size in sizes] * PASSES + [(1, far), (1, far), (several, far), (several, far)]:
-        if samples and perf_counter() - started > limit_seconds:
+    costs, batches = list[tuple[int, int, float]](), list[tuple[int, float]]()
+    alone = [*((1, size, 0) for size in sizes), (1, 1, far), (1, several, far)]
+    for sequences, tokens, context in [*alone, *((count, 1, 0) for count in SEQUENCES if target.batched)] * PASSES:
+        if costs and perf_counter() - started > limit_seconds:
             break
-        cache.fill_blank(context)
-        item = BatchItem(cache, [0], [0] * (size - 1), range(-1, size - 2))
-        samples.append((size, context, _timed(target, [item])))
-    return samples[1:] or samples
-
-
-@torch.inference_mode()
-def measure_batches(target: TargetModel, limit_seconds: float = 1.0) -> list[tuple[int, float]]:
-    """As `measure_costs`, for one token of each of several sequences; returns (sequences, seconds) samples."""
-    if not target.batched:
-        return []
-    started, samples = perf_counter(), list[tuple[int, float]]()
-    items = [BatchItem(target.new_cache(1), [0]) for _ in range(max(SEQUENCES))]
-    target.forward_batch(items)
-    for count in SEQUENCES * PASSES:
-        if perf_counter() - started > limit_seconds:
-            break
-        samples.append((count, _timed(target, items[:count])))
-    return samples
+        if sequences > 1:
+            seconds = _timed(target, [BatchItem(target.new_cache(1), [0]) for _ in range(sequences)])
+            batches.append((sequences, seconds))
+        else:
+            cache.fill_blank(context)
+            seconds = _timed(target, [BatchItem(cache, [0], [0] * (tokens - 1), range(-1, tokens - 2))])
+            costs.append((tokens, context, seconds))
+    return costs, batches
 
 
 def _timed(target: TargetModel, items: Sequence[BatchItem]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import repeat
 
 import numpy as np
 from hypothesis import example, given
@@ -27,7 +26,7 @@ def check(curve: CostCurve) -> None:
 def test_whatever_is_measured_the_curve_is_one(
     calibrated: list[tuple[int, float]], seen: list[tuple[int, float]]
 ) -> None:
-    curve = CostCurve(dict(calibrated), repeat(3.0))
+    curve = CostCurve(calibrated)
     for tokens, seconds in seen:
         curve.observe(tokens, seconds)
     check(curve)

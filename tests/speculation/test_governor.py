@@ -241,6 +241,33 @@ def test_drafts_that_never_hit_cost_at_most_two_percent(claim: float) -> None:
     assert spent <= 1.02 * off
 
 
+LYING = {  # what sizes take, what was measured of them at the start, and how likely the drafts are
+    "plain steps too slow": ([0.04 * (1 + 0.2 * n) for n in range(64)], [0.4] * 64, [0.05] * 40),
+    "all ten times too slow": (
+        [0.04 * (1 + 0.2 * n) for n in range(64)],
+        [0.4 * (1 + 0.02 * n) for n in range(64)],
+        [0.1] * 40,
+    ),
+    "large steps too slow": ([0.04] * 64, [0.04 * (1 + 2 * n) for n in range(64)], [0.9**n for n in range(1, 17)]),
+    "large steps too fast": ([0.04 * (1 + 0.5 * n) for n in range(64)], [0.04] * 64, [0.1] * 40),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_a_clock_that_lies_at_the_start_costs_little_later(name: str) -> None:
+    """As where the machine is busy while a model is loaded: after 100 steps tokens come at most 10 % later."""
+    truth, lie, worth = LYING[name]
+    governor, spent, gained = Governor(), 0.0, 0.0
+    governor.cost.calibrate([(size, 0, lie[size - 1]) for size in SIZES])
+    for step in range(400):
+        nodes = governor.choose([worth])[0]
+        seconds = truth[len(nodes)]
+        governor.cost.observe(1 + len(nodes), 0, seconds)
+        if step >= 100:
+            spent, gained = spent + seconds, gained + 1 + sum(worth[node] for node in nodes)
+    assert gained / spent >= 0.9 * exhaustive(sorted(worth, reverse=True), truth)[1]
+
+
 def test_a_drafter_that_was_wrong_is_tried_again_when_it_is_right() -> None:
     curve = [0.02 * (1 + 0.02 * n) for n in range(64)]
     governor, pace, chosen = Governor(), RequestStats(), 0

@@ -45,8 +45,13 @@ def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], sour
     """A draft of one path. `confidence`, a single value or one per token, is the probability that a token is right
     given that all tokens before it are.
     """
+    chances = np.cumprod(np.broadcast_to(np.asarray(confidence, dtype=np.float64), (len(tokens),)))
+    return path_draft(tokens, chances, source)
+
+
+def path_draft(tokens: Sequence[int], chances: Sequence[float] | np.ndarray, source: int) -> Draft:
+    """A draft of one path, with the probability of the path up to each token."""
     count = len(tokens)
-    chances = np.cumprod(np.broadcast_to(np.asarray(confidence, dtype=np.float64), (count,)))
     return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [source] * count)
 
 

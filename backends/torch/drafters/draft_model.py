@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, make_draft
+from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, path_draft
 from agentspec.backends.torch.drafters.combined import merge
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error, synchronize
@@ -38,19 +38,18 @@ class SharedNoiseSampler:
     seed: int
     choice: int = 0
 
-    def rank(self, logits: Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
-        """The `count` best tokens for absolute `position` from `logits` [vocab], best first, each with its chance.
+    def draw(self, logits: Tensor, position: int) -> tuple[int, float]:
+        """The token for absolute `position` from `logits` [vocab], and its chance to be the target's draw too.
 
-        With scores z = logits + T * noise the draw is the argmax of z. softmax(z) estimates its chance to be the
-        target's draw too: without noise this is the model's own probability, with noise it grows with its lead in z.
+        With scores z = logits + T * noise the draw is the argmax of z. softmax(z) estimates its chance: without noise
+        this is the model's own probability, with noise it grows with its lead in z.
         """
         scores, ids = self._candidates(logits)
         if not self.sampling.greedy:
             key = position_key(self.seed, self.choice, position)
             scores = scores + self.sampling.temperature * gumbel_noise(key, ids)
-        best = scores.softmax(0).topk(min(count, len(ids)))
-        tokens: list[int] = ids[best.indices].tolist()
-        return tokens, best.values.tolist()
+        chance, best = scores.softmax(0).max(0)
+        return int(ids[best]), float(chance)
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The logits and ids of the likeliest tokens that pass top_k, min_p and top_p, in descending order."""
@@ -72,22 +71,21 @@ def _pair(bias: dict[int, float], like: Tensor) -> tuple[Tensor, Tensor]:
 
 CHUNK = 256  # tokens read per call until the model has caught up, so that a long prompt does not stall other answers
 BEHIND = 32  # with at most so many unread tokens, the model reads them and drafts in the same call
-WIDTH = 3  # candidates per position: the draft goes on from the most likely one, the others are leaves
 
 Least = Callable[[float, int], float]
 TokenSeconds = Callable[[int], float]
 
 
 class ModelDrafter(Drafter):
-    """Drafts a path of the model's own draws, one forward per token, with other likely candidates as leaves next to it.
+    """Drafts a path of the model's own draws, one forward per token.
 
     It keeps KV slots of its own for one answer and, at each call, rewinds those of tokens that the target did not
     accept. The path ends where its probability falls below `least(seconds, context)`, the probability that makes one
     more forward of `seconds` worth its time.
     """
 
-    def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least, *, width: int = WIDTH) -> None:
-        self._model, self._sampler, self._least, self._width = model, sampler, least, width
+    def __init__(self, model: TargetModel, sampler: SharedNoiseSampler, least: Least) -> None:
+        self._model, self._sampler, self._least = model, sampler, least
         self._cache = model.new_cache(1)
         self._known: list[int] = []  # the tokens of the KV slots
         self._settled = 0
@@ -105,7 +103,7 @@ class ModelDrafter(Drafter):
             synchronize(self._model.device)  # so that the time counts as drafting and not as part of the next step
             self._known += waiting[:CHUNK]
             return None
-        return self._grown(waiting, len(context), budget)
+        return self._drawn(waiting, len(context), budget)
 
     def close(self) -> None:
         self._cache, self._known, self._settled = self._model.new_cache(1), [], 0
@@ -119,45 +117,21 @@ class ModelDrafter(Drafter):
         del self._known[kept:]
         self._settled = kept
 
-    def _grown(self, waiting: list[int], position: int, budget: int) -> Draft:
-        tree = _Tree(budget)
+    def _drawn(self, waiting: list[int], position: int, budget: int) -> Draft:
+        tokens, chances = list[int](), [1.0]
         while True:
             started = perf_counter()
             (logits,) = self._model.forward_batch([BatchItem(self._cache, waiting)])
-            drawn = tree.grow(*self._sampler.rank(logits[0], position, self._width))
+            token, chance = self._sampler.draw(logits[0], position)
+            tokens.append(token)
+            chances.append(chances[-1] * chance)
             self._cache.commit(len(waiting), ())
             self._known += waiting
             position += 1
             least = self._least(perf_counter() - started, position)
-            if not tree.room or tree.chance < max(least, MIN_PROBABILITY):
-                return tree.draft()
-            waiting = [drawn]
-
-
-class _Tree:
-    """A `path` of drawn tokens with leaves next to it: `room` is for how many more nodes, `chance` the path's."""
-
-    def __init__(self, budget: int) -> None:
-        self.room, self._trunk, self.chance = budget, -1, 1.0
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._chances: list[float] = []
-
-    def grow(self, best: list[int], shares: list[float]) -> int:
-        """Add the candidates of the next position, and go on from the first, which is returned."""
-        likely = [share for share in shares[1:] if self.chance * share >= MIN_PROBABILITY]
-        width = min(1 + len(likely), self.room)
-        above, self._trunk = self._trunk, len(self._tokens)
-        self._tokens += best[:width]
-        self._parents += [above] * width
-        self._chances += [self.chance * share for share in shares[:width]]
-        self.chance = self._chances[self._trunk]
-        self.room -= width
-        return best[0]
-
-    def draft(self) -> Draft:
-        count = len(self._tokens)
-        return make_draft(self._tokens, self._parents, self._chances, [0] * count, [Source.MODEL] * count)
+            if len(tokens) == budget or chances[-1] < max(least, MIN_PROBABILITY):
+                return path_draft(tokens, chances[1:], Source.MODEL)
+            waiting = [token]
 
 
 ANCHOR = 8  # committed tokens encoded again with a draft, so that its first tokens are as the target would write them
@@ -211,8 +185,7 @@ class CrossTokenizerDrafter(Drafter):
         pieces = self._pieces(ids[-ANCHOR:], draft.tokens.tolist())
         tokens = self._translated(context, "".join(pieces))[:budget]
         chances = self._chances(tokens, pieces, draft.probabilities.tolist())
-        count = len(tokens)
-        return make_draft(tokens, range(-1, count - 1), chances, [0] * count, [Source.MODEL] * count)
+        return path_draft(tokens, chances, Source.MODEL)
 
     def close(self) -> None:
         self._inner.close()
@@ -365,5 +338,5 @@ class DraftModel:
         if self.tokenizers is None:
             return GatedDrafter(cheap, ModelDrafter(self.model, noise, least), token_seconds)
         greedy = SharedNoiseSampler(SamplingParams(temperature=0), 0)
-        inner = ModelDrafter(self.model, greedy, least, width=1)
+        inner = ModelDrafter(self.model, greedy, least)
         return GatedDrafter(cheap, CrossTokenizerDrafter(inner, *self.tokenizers), token_seconds)

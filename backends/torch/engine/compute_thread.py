@@ -14,23 +14,17 @@ QUIET_SECONDS = 0.02  # without work before idle workers get a turn: between two
 
 
 class Worker(Protocol):
-    """An object that computes in turns. `turn` must not raise and must not wait.
+    """Computes in turns, if it is `ready` or, while all others rest, if it has work to `spare`.
 
-    `fail` says, in the computing thread, that the device failed: the worker has to fail its work and leave the thread.
+    `turn` must not raise and must not wait. `fail` says, in the computing thread, that the device failed: the worker
+    has to fail its work and leave the thread.
     """
 
     @property
-    def ready(self) -> bool:
-        """Whether the worker has something to compute."""
-        ...
-
+    def ready(self) -> bool: ...
     @property
-    def spare(self) -> bool:
-        """Whether the worker has something to compute while all others rest."""
-        ...
-
+    def spare(self) -> bool: ...
     def turn(self) -> None: ...
-
     def fail(self, error: BaseException) -> None: ...
 
 

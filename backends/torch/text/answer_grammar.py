@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
-from agentspec.backends.torch.text.tool_markup import Tool
-from agentspec.backends.torch.text.tool_parser import Format
+from agentspec.backends.torch.text.tool_markup import MarkupFormat, Tool
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
@@ -37,7 +36,7 @@ class GrammarSource:
 
 
 def grammar_of(
-    request: GenerateRequest, format: Format | None, expected: Expectation, symbol: Symbol
+    request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, symbol: Symbol
 ) -> GrammarSource | None:
     """The grammar of the answers that `request` allows; None if it allows any text. Raises `InvalidRequestError` for a
     form or tools beyond the limits.
@@ -84,7 +83,7 @@ def _checked(tools: dict[int, Tool]) -> list[Tool]:
     return list(tools.values())
 
 
-def _calls(request: GenerateRequest, format: Format | None, symbol: Symbol) -> str | None:
+def _calls(request: GenerateRequest, format: MarkupFormat | None, symbol: Symbol) -> str | None:
     if format is None or request.tool_choice == "none":
         return None
     parallel = request.parallel_tool_calls and request.tool_choice in ("auto", "required")
@@ -108,7 +107,7 @@ def _parameters(index: int) -> str:
 
 
 def _strict(
-    request: GenerateRequest, format: Format | None, expected: Expectation, symbol: Symbol
+    request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, symbol: Symbol
 ) -> GrammarSource | None:
     """The grammar of any text in which every call opening is followed by a call that the tools allow; bare calls have
     none. Calls of tools that are not strict may have any object as arguments.

@@ -16,12 +16,9 @@ ENDS: Final = re.compile(r"<\|(?:end|call|return|start)\|>")
 MESSAGE: Final = "<|message|>"
 _RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
 HARMONY: Final = MarkupFormat(
-    "harmony",
-    "<|channel|>",
-    "",
-    lambda body, schemas: None,
-    "commentary to=functions.NAME <|constrain|>json<|message|>",
-    symbols=(MESSAGE, "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
+    name="harmony",
+    head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    symbols=("<|channel|>", MESSAGE, "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
     thoughts="<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant",
     bare=True,
 )

@@ -15,9 +15,8 @@ from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expe
 from agentspec.backends.torch.text.channels import HARMONY, HarmonyParser, TemplateParser
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.backends.torch.text.tool_markup import MarkupParser, Schemas
+from agentspec.backends.torch.text.tool_markup import MarkupFormat, MarkupParser, Schemas
 from agentspec.backends.torch.text.tool_parser import (
-    Format,
     OutputPiece,
     ToolCallParser,
     ToolFormat,
@@ -103,7 +102,7 @@ class OutputParserSpec:
     """Says how to parse the answers to one request."""
 
     expected: Expectation = "never"
-    format: Format | None = None
+    format: MarkupFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
     named: bool = False
@@ -111,7 +110,7 @@ class OutputParserSpec:
     split: bool = True
 
     @classmethod
-    def of(cls, request: GenerateRequest, format: Format | None, expected: Expectation) -> OutputParserSpec:
+    def of(cls, request: GenerateRequest, format: MarkupFormat | None, expected: Expectation) -> OutputParserSpec:
         return cls(
             expected=expected if request.split_reasoning else "never",
             format=format,
@@ -230,7 +229,7 @@ class StructuredOutputBuilder:
         tokenizer, chat = self._tokenizer.tokenizer, request.messages is not None
         called = bool(request.tools) and request.tool_choice != "none"
         template = self._response_template if chat else None
-        format: Format | None = HARMONY if chat and self._has_channels else None
+        format: MarkupFormat | None = HARMONY if chat and self._has_channels else None
         if called:
             format = tool_format(tokenizer, required=template is None or request.tool_choice != "auto")
         spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
@@ -264,7 +263,7 @@ class StructuredOutputBuilder:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
         return expectation(prompt, thinks=request.messages is not None and self._thinks)
 
-    def _shown(self, format: Format | None, template: str) -> frozenset[int]:
+    def _shown(self, format: MarkupFormat | None, template: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for, or a response template names."""
         named = (self._tokenizer.spell(token) for token in self._tokenizer.special_ids) if template else ()
         sought = {text for text in named if text in template.replace("\\", "")}

@@ -22,6 +22,7 @@ Tool = Mapping[str, Any]
 Call = tuple[str, Any]  # its name and arguments
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool
 Pieces = list[str | dict[str, Any]]  # text, or an entry of OpenAI's `tool_calls` in a delta
+NUL: Final = "\0"
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 _JSON_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
@@ -29,30 +30,32 @@ _JSON_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MarkupFormat:
     """How a model writes a call: `opening`, what `read` understands, `closing`; `around` one or several calls.
 
-    For the grammar, `head` follows the opening and `tail` precedes the closing, with NAME for the tool's; `value` is
-    what stands before and after each argument, with KEY and KIND (whether it is a text), or None where the arguments
-    are one JSON object. `between` separates arguments.
+    For the grammar, `head` follows the opening and `tail` precedes the closing, with NAME for the tool's and NUL for
+    what `id` says in Lark's notation; `value` is what stands before and after each argument, with KEY and KIND (whether
+    it is a text), or None where the arguments are one JSON object. `between` separates arguments, `separator` calls.
     """
 
     name: str
-    opening: str
-    closing: str
-    read: Callable[[str, Schemas], Call | None]
+    opening: str = ""
+    closing: str = ""
+    read: Callable[[str, Schemas], Call | None] = lambda body, schemas: None
     head: str
     tail: str = ""
     value: tuple[str, str] | None = None
     between: str = ""
+    separator: str = "\n"
     quote: str = ""  # around texts
     around: tuple[str, str] = ("", "")
     wraps_each: bool = False  # whether `around` is written around each call
     symbols: tuple[str, ...] = ()  # more strings that may be special tokens
     thoughts: str = ""  # what may come before a call, with TEXT for any text
-    bare: bool = False  # the whole answer is calls, or none is
-    listed: bool = False
+    bare: bool = False  # a call may begin an answer without `opening`
+    listed: bool = False  # the calls stand in a list, behind one `opening`
+    id: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -70,26 +73,29 @@ class MarkupFormat:
         def spelled(text: str, **names: str) -> str:
             for name, given in names.items():
                 text = text.replace(name, given)
-            parts = re.split(f"({'|'.join(map(re.escape, self.markers))})", text)
-            return " ".join(symbol(part) for part in parts if part)
+            parts = re.split(f"({'|'.join(map(re.escape, (*self.markers, NUL)))})", text)
+            return " ".join(self.id if part == NUL else symbol(part) for part in parts if part)
 
+        opening = "" if opened or self.bare else self.opening
         rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
         for index, tool in enumerate(tools):
             function, name = tool["function"], f"tool_{index}_arguments"
-            head, tail = ("" if opened else self.opening) + self.head, self.tail + self.closing
+            head, tail = ("" if self.listed else opening) + self.head, self.tail + self.closing
             if self.wraps_each and not opened:
                 head, tail = f"{self.around[0]}\n{head}", f"{tail}\n{self.around[1]}"
             rules.append(f"tool_{index}: {spelled(head, NAME=function['name'])} {name} {spelled(tail)}")
             rules += self._arguments(name, function.get("parameters") or NO_PARAMETERS, spelled)
         line = lark_string("\n") + "?"
-        between = lark_string(", ") if self.listed else line
-        calls = f"call ({between} call)*" if parallel and self.closing else "call"
+        between = line if self.separator == "\n" else lark_string(self.separator)
+        calls = f"call ({between} call)*" if parallel else "call"
         before, after = ("", "") if opened or self.wraps_each else map(spelled, self.around)
         if self.thoughts and not opened:
             begin, _, end = self.thoughts.partition("TEXT")
             before = f"({spelled(begin)} considered)?"
             rules.append(_text_up_to("considered", end, spelled))
-        if before and self.around[0] and not self.listed:
+        if self.listed:
+            before, after = f'{spelled(opening)} " "? "["', '"]"'
+        elif before and self.around[0]:
             before, after = f"{before} {line}", f"{line} {after}"
         return "\n".join([f"calls: {before} {calls} {after}", *rules])
 
@@ -102,7 +108,7 @@ class MarkupFormat:
             part, is_text = f"{name}_{at}", types_of(one, schema) == {"string"} and "enum" not in one
             before, after = self.value
             before, after = (before + self.quote, self.quote + after) if is_text else (before, after)
-            marked = spelled(before, KEY=key, KIND=str(is_text).lower())
+            marked = spelled(before, KIND=str(is_text).lower(), KEY=key)
             if is_text and (self.quote or not self.between):
                 rules.append(f"{part}: {marked} {part}_text")
                 rules.append(_text_up_to(f"{part}_text", after, spelled))
@@ -361,51 +367,51 @@ def written(arguments: Any) -> str:
 
 
 QWEN: Final = MarkupFormat(
-    "qwen",
-    "<function=",
-    "</function>",
-    _elements(
+    name="qwen",
+    opening="<function=",
+    closing="</function>",
+    read=_elements(
         r"(?P<name>[^>\n]+)>\s*",
         r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*+(?=<parameter=|\Z)",
     ),
-    "NAME>\n",
+    head="NAME>\n",
     value=("<parameter=KEY>\n", "\n</parameter>\n"),
     around=("<tool_call>", "</tool_call>"),
     wraps_each=True,
 )
 GLM: Final = MarkupFormat(
-    "glm",
-    "<tool_call>",
-    "</tool_call>",
-    _elements(
+    name="glm",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    read=_elements(
         r"\s*(?P<name>[\w.-]+)\s*",
         r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*+(?=<arg_key>|\Z)",
     ),
-    "NAME\n",
+    head="NAME\n",
     value=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
     symbols=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 DSML: Final = MarkupFormat(
-    "deepseek",
-    '<｜DSML｜invoke name="',
-    "</｜DSML｜invoke>",
-    _elements(
+    name="deepseek",
+    opening='<｜DSML｜invoke name="',
+    closing="</｜DSML｜invoke>",
+    read=_elements(
         r"(?P<name>[^\"\n]+)\">\s*",
         r"<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\" string=\"(?P<kind>true|false)\">(?P<value>.*?)"
         r"</｜DSML｜parameter>\s*+(?=<｜DSML｜parameter|\Z)",
     ),
-    'NAME">\n',
+    head='NAME">\n',
     value=('<｜DSML｜parameter name="KEY" string="KIND">', "</｜DSML｜parameter>\n"),
     around=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     symbols=("｜DSML｜",),
 )
 DSML_4: Final = replace(DSML, around=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 DEEPSEEK: Final = MarkupFormat(
-    "deepseek",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    _labelled(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<json>.*)"),
-    "NAME<｜tool▁sep｜>",
+    name="deepseek",
+    opening="<｜tool▁call▁begin｜>",
+    closing="<｜tool▁call▁end｜>",
+    read=_labelled(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<json>.*)"),
+    head="NAME<｜tool▁sep｜>",
     around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     symbols=("<｜tool▁sep｜>",),
 )
@@ -416,12 +422,12 @@ DEEPSEEK_3: Final = replace(
     tail="\n```",
 )
 GEMMA: Final = MarkupFormat(
-    "gemma",
-    "<|tool_call>",
-    "<tool_call|>",
-    _braced('<|"|>'),
-    "call:NAME{",
-    "}",
+    name="gemma",
+    opening="<|tool_call>",
+    closing="<tool_call|>",
+    read=_braced('<|"|>'),
+    head="call:NAME{",
+    tail="}",
     value=("KEY:", ""),
     between=",",
     quote='<|"|>',
@@ -434,14 +440,12 @@ FUNCTION_GEMMA: Final = replace(
     quote="<escape>",
 )
 PYTHONIC: Final = MarkupFormat(
-    "pythonic",
-    "",
-    ")",
-    lambda body, schemas: None,
-    "NAME(",
+    name="pythonic",
+    head="NAME(",
+    tail=")",
     value=("KEY=", ""),
     between=", ",
-    around=("[", "]"),
+    separator=", ",
     bare=True,
     listed=True,
 )

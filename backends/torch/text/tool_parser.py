@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
 from agentspec.backends.torch.text.channels import HARMONY, JsonScanner
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tool_markup import (
@@ -20,89 +19,52 @@ from agentspec.backends.torch.text.tool_markup import (
     FUNCTION_GEMMA,
     GEMMA,
     GLM,
-    NO_PARAMETERS,
     PYTHONIC,
     QWEN,
     MarkupFormat,
-    Tool,
 )
 from agentspec.errors import InvalidRequestError
 from agentspec.text import partial_end
 
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a model writes calls: `opening`, then a JSON object with a name and `arguments`, then `closing` if there is
-    one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat(MarkupFormat):
+    """How a model writes calls whose arguments are read as they come: `opening`, then a JSON object with a name and
+    arguments, then `closing` if there is one.
 
-    If `bare`, a call's object may begin an answer without `opening`. If `named`, the object holds only the arguments,
-    after the name, perhaps `before_id` and the call's id, and `before_arguments`. If `listed`, the objects stand in an
-    array.
+    If `named`, the object holds only the arguments, after the name, perhaps `before_id` and the call's id, and
+    `before_arguments`. If `bare`, a call's object may begin an answer without `opening`.
     """
 
-    name: Literal["hermes", "llama", "mistral"]
-    opening: str
-    closing: str = ""
-    arguments: str = "arguments"
-    bare: bool = False
     named: bool = False
-    listed: bool = False
     before_id: str = ""
     before_arguments: str = ""
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The strings that must stay in the text even if they are special tokens."""
-        return tuple(filter(None, (self.opening, self.closing, self.before_id, self.before_arguments)))
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, symbol: Callable[[str], str], opened: bool = False
-    ) -> str:
-        """Lark rules in which `calls` is one call of one of `tools` or, with `parallel`, several.
-
-        With `opened`, the rules leave out the opening, since it was written already.
-        """
-        opening = "" if opened else symbol(self.opening)
-        names = [f"tool_{index}" for index in range(len(tools))]
-        rules = [f"call: {' | '.join(names)}"]
-        for name, tool in zip(names, tools, strict=True):
-            function = tool["function"]
-            head = self._head(function["name"], opening, symbol)
-            rules.append(f"{name}: {head} {name}_arguments {self._tail(symbol)}")
-            rules.append(
-                f"{name}_arguments: %json {json.dumps(closed_schema(function.get('parameters') or NO_PARAMETERS))}"
-            )
-        more = {"hermes": '("\\n" call)*', "llama": '("; " call)*', "mistral": '(", " call)*'}[self.name]
-        if self.named:
-            more = "call*"
-        calls = f"call {more}" if parallel else "call"
-        listed = f'{opening} " "? "[" {calls} "]"' if self.listed else calls
-        return "\n".join([f"calls: {listed}", *rules])
-
-    def _head(self, name: str, opening: str, symbol: Callable[[str], str]) -> str:
-        if self.named:
-            id = f"{symbol(self.before_id)} /{_MISTRAL_ID}/ " if self.before_id else ""
-            return f"{opening} {lark_string(name)} {id}{symbol(self.before_arguments)}"
-        opened = f'{opening} "\\n" ' if self.closing else ""
-        return opened + lark_string(f'{{"name": {json.dumps(name)}, "{self.arguments}": ')
-
-    def _tail(self, symbol: Callable[[str], str]) -> str:
-        if self.named:
-            return ""
-        return f'"}}\\n" {symbol(self.closing)}' if self.closing else '"}"'
+_ID = "[a-zA-Z0-9]{9}"  # of a call by Mistral
+HERMES = ToolFormat(
+    name="hermes", opening="<tool_call>", closing="</tool_call>", head='\n{"name": "NAME", "arguments": ', tail="}\n"
+)
+LLAMA = ToolFormat(
+    name="llama", opening="<|python_tag|>", bare=True, separator="; ", head='{"name": "NAME", "parameters": ', tail="}"
+)
+MISTRAL = ToolFormat(
+    name="mistral", opening="[TOOL_CALLS]", listed=True, separator=", ", head='{"name": "NAME", "arguments": ', tail="}"
+)
+MISTRAL_NAMED = ToolFormat(
+    name="mistral",
+    opening="[TOOL_CALLS]",
+    named=True,
+    before_arguments="[ARGS]",
+    head="NAME[ARGS]",
+    symbols=("[ARGS]",),
+)
+MISTRAL_IDS = replace(  # `mistral_common.experimental.tools` reads all three
+    MISTRAL_NAMED, before_id="[CALL_ID]", head="NAME[CALL_ID]\0[ARGS]", symbols=("[ARGS]", "[CALL_ID]"), id=f"/{_ID}/"
+)
 
 
-_MISTRAL_ID = "[a-zA-Z0-9]{9}"
-
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
-LLAMA = ToolFormat("llama", "<|python_tag|>", arguments="parameters", bare=True)
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", listed=True)
-MISTRAL_NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True, before_arguments="[ARGS]")
-MISTRAL_IDS = replace(MISTRAL_NAMED, before_id="[CALL_ID]")  # `mistral_common.experimental.tools` reads all three
-
-
-Format = ToolFormat | MarkupFormat
-FORMATS: Final[tuple[tuple[tuple[str, ...], Format], ...]] = (
+FORMATS: Final[tuple[tuple[tuple[str, ...], MarkupFormat], ...]] = (
     (("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), MISTRAL_IDS),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL),
@@ -123,12 +85,12 @@ FORMATS: Final[tuple[tuple[tuple[str, ...], Format], ...]] = (
 """What each format is known by in a chat template; the first row counts of which all is there."""
 
 
-def format_of(template: str) -> Format | None:
+def format_of(template: str) -> MarkupFormat | None:
     """The format that a chat template teaches; None if it knows no tools or teaches a format not known here."""
     return next((format for signs, format in FORMATS if all(sign in template for sign in signs)), None)
 
 
-def tool_format(tokenizer: Any, *, required: bool = True) -> Format | None:
+def tool_format(tokenizer: Any, *, required: bool = True) -> MarkupFormat | None:
     """The tool call format of the model's chat template; Hermes' if the template has no tools.
 
     For a format not known here, raises `InvalidRequestError` if a format is `required`, else returns None.
@@ -339,7 +301,7 @@ class ToolCallParser:
         id = self._id or ""
         if self.format.name != "mistral":
             id = f"call_{secrets.token_hex(12)}"
-        elif not re.fullmatch(_MISTRAL_ID, id) or id in self._ids:  # its templates accept nine letters and digits only
+        elif not re.fullmatch(_ID, id) or id in self._ids:  # its templates accept nine letters and digits only
             id = secrets.token_hex(5)[:9]
         self._ids.add(id)
         return id

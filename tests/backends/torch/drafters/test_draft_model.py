@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,9 +40,8 @@ def test_equal_logits_give_the_targets_own_draw(sampling: SamplingParams) -> Non
         known = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         target = Sampler(SamplingParams(**known, logit_bias=legal, seed=9), 60, [0] * position, torch.device("cpu"))
         target.begin(logits[None])
-        tokens, shares = SharedNoiseSampler(sampling, 9).rank(logits, position, 3)
-        assert tokens[0] == target.choose(0)
-        assert shares == sorted(shares, reverse=True) and len(set(tokens)) == len(tokens) <= 3
+        token, chance = SharedNoiseSampler(sampling, 9).draw(logits, position)
+        assert token == target.choose(0) and 0 < chance <= 1
 
 
 GREEDY = SharedNoiseSampler(SamplingParams(temperature=0), 0)
@@ -52,36 +52,23 @@ def never(seconds: float, context: int) -> float:
     return 0.0
 
 
-def trunk(draft: Any) -> list[int]:
-    """The first child at every depth: the model's own draws."""
-    tokens, node = [], -1
-    while node in draft.parents.tolist():
-        node = draft.parents.tolist().index(node)
-        tokens.append(int(draft.tokens[node]))
-    return tokens
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
-def test_the_trunk_is_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
+def test_it_drafts_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
     drafter = ModelDrafter(lab.target, SharedNoiseSampler(sampling, 3), never)
     draft = drafter.propose(PROMPT, 12)
-    said = trunk(draft)
-    assert len(said) >= 2 and said == lab.oracle(PROMPT, sampling, max_tokens=len(said), stop_ids=())
-    assert len(draft) <= 12 and set(draft.source.tolist()) == {Source.MODEL}
-    pairs = list(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs), "siblings must be distinct"
-    assert all(p < 0 or draft.probabilities[n] <= draft.probabilities[p] for n, (p, _) in enumerate(pairs))
+    assert draft is not None and 2 <= len(draft) <= 12 and set(draft.source.tolist()) == {Source.MODEL}
+    assert draft.tokens.tolist() == lab.oracle(PROMPT, sampling, max_tokens=len(draft), stop_ids=())
+    assert draft.parents.tolist() == list(range(-1, len(draft) - 1)) and (np.diff(draft.probabilities) <= 0).all()
 
 
 def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
     """After drafts accepted whole, in part and not at all, the next draft is that of a drafter that starts afresh."""
     drafter, text = ModelDrafter(lab.target, GREEDY, never), list(PROMPT)
     for accepted in (0, 1, 3, 100, 2, 0):
-        said = trunk(drafter.propose(text, 8))
-        text += [*said[:accepted], 65]
+        text += [*drafter.propose(text, 8).tokens.tolist()[:accepted], 65]
         fresh = ModelDrafter(lab.target, GREEDY, never).propose(text, 8)
         again = drafter.propose(text, 8)
-        assert again.tokens.tolist() == fresh.tokens.tolist() and again.parents.tolist() == fresh.parents.tolist()
+        assert again.tokens.tolist() == fresh.tokens.tolist()
         assert drafter._cache.length == len(drafter._known)
 
 

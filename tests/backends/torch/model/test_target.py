@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from agentspec.backends.torch.loader import measure_batches, measure_costs
+from agentspec.backends.torch.loader import measure_costs
 from agentspec.backends.torch.model.batch import attention_mask, tree_layout
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
@@ -110,6 +110,7 @@ def test_an_interrupted_forward_changes_nothing() -> None:
 
 def test_costs_are_measured_within_the_context_and_of_several_sequences(lab: Any) -> None:
     config = GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=12)
-    samples = measure_costs(TargetModel(AutoModelForCausalLM.from_config(config).eval()), 60.0)
+    samples, _ = measure_costs(TargetModel(AutoModelForCausalLM.from_config(config).eval()), 60.0)
     assert {(tokens, context) for tokens, context, _ in samples} == {(1, 0), (2, 0), (4, 0), (8, 0), (1, 4), (8, 4)}
-    assert {count for count, seconds in measure_batches(lab.target) if seconds > 0} == {4, 8}
+    assert {count for count, seconds in measure_costs(lab.target, 60.0)[1] if seconds > 0} == {4, 8}
+    assert len(measure_costs(lab.target, 0.0)[0]) == 1
