@@ -49,7 +49,7 @@ INNER = frozenset(
     backends.torch.engine.sequence backends.torch.engine.speculator backends.torch.engine.stats
     backends.torch.exactness backends.torch.grammars.grammar backends.torch.loader backends.torch.model.batch
     backends.torch.model.graphs.attention backends.torch.model.graphs.attention_triton
-    backends.torch.model.graphs.recording backends.torch.model.graphs.step_table backends.torch.model.hidden_states
+    backends.torch.model.graphs.recording backends.torch.model.graphs.step_table
     backends.torch.model.kv_cache backends.torch.model.layers backends.torch.model.norm_triton
     backends.torch.model.replacements backends.torch.model.target backends.torch.sampling.acceptance
     backends.torch.sampling.constraints backends.torch.sampling.distribution backends.torch.sampling.sampler

@@ -178,7 +178,8 @@ class TorchBackend(ModelTokens):
 
     def _watch_of(self, request: GenerateRequest) -> Callable[[Delta], None] | None:
         """What is to be called with each delta of the answer, so that the turn after its tool calls is read ahead."""
-        if not (request.prefill_next and request.store and request.tools and request.sampling.n == 1):
+        wanted = request.prefill_next and request.store and self._engine.scheduler.keeps_prefixes
+        if not (wanted and request.tools and request.sampling.n == 1):
             return None
         if self._next_turns is None:
             from agentspec.backends.torch.engine.prefill import NextTurns

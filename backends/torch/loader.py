@@ -21,13 +21,7 @@ from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.model.batch import ATTENTION_NAME, BatchItem
 from agentspec.backends.torch.model.device import is_device_error, is_out_of_memory, synchronize
 from agentspec.backends.torch.model.graphs.recording import record_graphs
-from agentspec.backends.torch.model.replacements import (
-    Float32Head,
-    fuse_norms,
-    pack_linears,
-    unfuse_norms,
-    unpack_linears,
-)
+from agentspec.backends.torch.model.replacements import Float32Head, replace_layers, restore_layers
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
 from agentspec.backends.torch.text.model_text import hashes, read_tokenizer
@@ -133,11 +127,10 @@ def prepare(module: Any, tokenizer: Any, *, name: str, fingerprint: str) -> Load
         dtype = str(module.dtype).removeprefix("torch.")
         raise ModelUnavailableError(f"{name!r} computes no finite numbers in {dtype}: set dtype to float32 or bfloat16")
     structure = StructureCheck.of(module)
-    packed, fused = pack_linears(module), fuse_norms(module)
+    replaced = replace_layers(module)
     target = choose_target(module, check, structure)
-    if target is None and (packed or fused):
-        unpack_linears(module)
-        unfuse_norms(module)
+    if target is None and replaced:
+        restore_layers(module)
         target = choose_target(module, check, structure)
     if target is None:
         reason = "it keeps a state that cannot be rewound, or its attention has limits that are not known here"

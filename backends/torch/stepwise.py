@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +16,8 @@ from agentspec.backends.base import Floats
 from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest, prompt_of
 from agentspec.backends.torch.engine.tasks import Tasks, computed
-from agentspec.backends.torch.model.batch import BatchItem
+from agentspec.backends.torch.model.batch import BatchItem, logit_rows
 from agentspec.backends.torch.model.device import to_device
-from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.structured_output import OutputParser
@@ -90,11 +89,12 @@ class TorchSteps:
         self._forget(last)
         for token in self._tokens[self._kv_cache.length : last]:
             self._target.prefill(self._kv_cache, [token])
-        item = BatchItem(self._kv_cache, [self._tokens[last]])
-        ((logits, states),) = forward_with_states(self._target, [item])
+        items = [BatchItem(self._kv_cache, [self._tokens[last]])]
+        with HeadInput(self._target.module) as head:
+            logits = self._target.run(items, logit_rows(items)).logits[0].float()
         self._kv_cache.commit(1, ())
         self._read = list(self._tokens)
-        return StepOutput(logits[0].cpu().numpy(), states[0].cpu().numpy())
+        return StepOutput(logits[0].cpu().numpy(), head.states[0].cpu().numpy())
 
     def draw(self, scores: Floats) -> int:
         """Draw the next token by the request's sampling, with `scores` [vocab] as logits. Does not add the token.
@@ -199,10 +199,44 @@ def states_of(target: TargetModel, texts: Sequence[Sequence[int]], lend: Lend) -
         half = len(texts) // 2
         return states_of(target, texts[:half], lend) + states_of(target, texts[half:], lend)
     try:
-        states = states_batch(target, [BatchItem(target.new_cache(len(text)), text) for text in texts])
-        return [rows.cpu().numpy() for rows in states]
+        items = [BatchItem(target.new_cache(len(text)), text) for text in texts]
+        groups = [items] if target.batched else [[item] for item in items]
+        return [states.cpu().numpy() for group in groups for states in _states(target, group)]
     finally:
         give_back()
+
+
+@torch.inference_mode()
+def _states(target: TargetModel, items: Sequence[BatchItem]) -> Sequence[Tensor]:
+    """Each item's hidden states [tokens, width] in float32; the head itself runs on a single row only."""
+    sizes = [len(item) for item in items]
+    with HeadInput(target.module, max_rows=1) as head:
+        target.run(items, np.arange(sum(sizes)))
+    return head.states.split_with_sizes(sizes)
+
+
+class HeadInput:
+    """Captures the output head's input: the hidden states after the last norm, whatever the architecture calls them.
+
+    Inside `with`, `states` [rows, width] in float32 are what the last forward of `module` passed to its head. With
+    `max_rows` the head computes only the first `max_rows` rows, for a caller that needs no logits.
+    """
+
+    def __init__(self, module: Any, max_rows: int | None = None) -> None:
+        self.states = torch.empty(0)
+        self._head = module.get_output_embeddings()
+        self._max_rows = max_rows
+
+    def __enter__(self) -> HeadInput:
+        self._hook = self._head.register_forward_pre_hook(self._record)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+
+    def _record(self, head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.states = inputs[0][0].float()
+        return (inputs[0][:, : self._max_rows], *inputs[1:])
 
 
 def require_one_answer(request: GenerateRequest) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.kv_cache import SequenceCache
+from agentspec.backends.torch.model.kv_cache import RowsPart, SequenceCache
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.model_text import ids_of_end
 from agentspec.benchmarks.report import Progress
@@ -317,7 +317,8 @@ def _begun(
     logits: Tensor,
 ) -> AnswerInProgress:
     sampler = Sampler(sampling, target.vocab_size, prompt, target.device, choice=choice)
-    return AnswerInProgress(rows.copy(rows.length, rows.capacity), sampler, logits)
+    copied = SequenceCache.joined([RowsPart(rows.rows(0, rows.length), rows.length, release=True)], rows.capacity)
+    return AnswerInProgress(copied, sampler, logits)
 
 
 def likeliest(logits: Tensor) -> TopTokens:

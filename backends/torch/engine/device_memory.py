@@ -25,46 +25,38 @@ _LOCK = threading.RLock()
 
 
 def budget_of(target: TargetModel, wanted_bytes: int | None, *, draft_bytes: int = 0, room: int = ROOM) -> KVBudget:
-    """The budget of an engine: `wanted_bytes`, or a share of the device's memory if None. `draft_bytes` are what a
-    draft model keeps for each slot. Raises `ConfigurationError` if the device has no memory left.
+    """The budget of an engine: `wanted_bytes`, or a share of the device's memory if None, of which no two engines are
+    promised the same part. `draft_bytes` are what a draft model keeps for each slot. The promise ends with the budget,
+    or by `release`. Raises `ConfigurationError` if the device has no memory left.
     """
-    budget = KVBudget(0, target.slot_bytes() + draft_bytes, max(room, ROOM), device=target.device)
-    if wanted_bytes is None and target.device.type == "cuda":
+    device = target.device
+    budget = KVBudget(0, target.slot_bytes() + draft_bytes, max(room, ROOM), device=device)
+    if wanted_bytes is None and device.type == "cuda":
         torch.cuda.empty_cache()  # what was in use only while the model was loaded
-    budget.limit = promise(budget, wanted_bytes) // budget.slot_bytes
-    if wanted_bytes is None and budget.limit < LEAST:
-        release(budget)
-        message = f"{target.device} has no memory left for key/value slots: set kv_bytes, here or for others"
-        raise ConfigurationError(message, param="kv_bytes")
-    return budget
-
-
-def promise(budget: KVBudget, wanted: int | None) -> int:
-    """Promise `budget` the `wanted` bytes of its device or, if None, its share of what is available, so that no two
-    engines are promised the same memory; returns the bytes. The promise ends with the budget, or by `release`.
-    """
     with _LOCK:
-        device, free = budget.device, available(budget.device)
-        if wanted is not None:
-            budget.promised = wanted
-            if free is not None and wanted > free:
+        free = available(device)
+        if wanted_bytes is not None:
+            budget.promised = wanted_bytes
+            if free is not None and wanted_bytes > free:
                 text = "kv_bytes promises %d MiB of %s, of which %d MiB are free and not promised to another engine"
-                logger.warning(text, wanted >> 20, device, free >> 20)
+                logger.warning(text, wanted_bytes >> 20, device, free >> 20)
         elif free is None:
             budget.promised = DEFAULT_BYTES
         else:
             budget.promised = min(int(CPU_SHARE * free), DEFAULT_BYTES) if device.type == "cpu" else int(SHARE * free)
+        budget.limit = budget.promised // budget.slot_bytes
+        if wanted_bytes is None and budget.limit < LEAST:
+            message = f"{device} has no memory left for key/value slots: set kv_bytes, here or for others"
+            raise ConfigurationError(message, param="kv_bytes")
         _PROMISED.add(budget)
-        return budget.promised
+    return budget
 
 
 def available(device: torch.device) -> int | None:
     """Free bytes of the device that are not promised to another engine; None if they cannot be measured."""
-    with _LOCK:
-        others = [other for other in _PROMISED if other.device == device]
-        owed = sum(max(0, other.promised - other.allocated()) for other in others)
-        free = free_memory(device)
-        return None if free is None else max(0, free - owed)
+    free = free_memory(device)
+    owed = sum(max(0, one.promised - one.allocated()) for one in _PROMISED if one.device == device)
+    return None if free is None else max(0, free - owed)
 
 
 def release(budget: KVBudget) -> None:

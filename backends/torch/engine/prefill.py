@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentspec.backends.torch.engine.prefix_cache import SHORTEST, common_prefix
+from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.engine.scheduler import ScheduledSequence, Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -81,14 +81,11 @@ class Guesses:
         self._expected: list[EngineRequest] = []  # the next one first
 
     def expect(self, guess: EngineRequest, deletions: int) -> bool:
-        """Queue a prompt to be read in idle time. False if its slots could not be stored, or no request could go on
-        behind it, or if something was deleted since there were `deletions`. Of more than `MOST_EXPECTED` the oldest
-        goes of the tenant that has most.
+        """Queue a prompt to be read in idle time. False if no request could go on behind it, or if something was
+        deleted since there were `deletions`. Of more than `MOST_EXPECTED` the oldest goes of the tenant that has most.
         """
-        scheduler = self._scheduler
-        fits = SHORTEST <= len(guess.prompt) < self._context.target.context_length
-        budget = scheduler.kv_budget
-        if not (fits and scheduler.keeps_prefixes and budget.needed(guess) <= budget.limit):
+        scheduler, budget = self._scheduler, self._scheduler.kv_budget
+        if len(guess.prompt) >= self._context.target.context_length or budget.needed(guess) > budget.limit:
             return False
         with scheduler.lock:
             if scheduler.closed or deletions != scheduler.deletions:
@@ -96,8 +93,7 @@ class Guesses:
             self._expected.append(guess)
             if len(self._expected) > MOST_EXPECTED:
                 queued = Counter(one.tenant for one in self._expected)
-                most = max(queued.values())
-                self._expected.remove(next(one for one in self._expected if queued[one.tenant] == most))
+                self._expected.remove(max(self._expected, key=lambda one: queued[one.tenant]))  # of equals the first
             return True
 
     @property
@@ -114,13 +110,8 @@ class Guesses:
         self._expected = [guess for guess in self._expected if not reach.concerns(guess.tenant)]
 
     def next(self) -> EngineRequest | None:
-        """The next one that is to be read while nothing runs; None if there is none that has to be."""
-        while not self._scheduler.active and self.startable:
-            guess = self._expected.pop(0)
-            known = self._scheduler.prefix_cache.known(guess.tenant, np.asarray(guess.prompt, dtype=np.int64))
-            if len(guess.prompt) - known >= SHORTEST:
-                return guess
-        return None
+        """The next one that is to be read while nothing runs; None if there is none."""
+        return self._expected.pop(0) if not self._scheduler.active and self.startable else None
 
     def step(self) -> ScheduledSequence | None:
         """The step of the guess that is active, if one is: it is read alone, without a draw, in the largest chunk that

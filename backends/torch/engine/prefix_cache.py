@@ -42,8 +42,8 @@ class PrefixCache:
     prompt, is stored once. The least recently used ends of texts are dropped first.
 
     `find` returns copies of the slots, so that branches of one conversation can run at once. Holds no more than the
-    last `shrink`, `find` or `keep` allowed. Any thread may call `forget`; all else belongs to one thread. `known`,
-    `find` and `shrink` carry out what was to be forgotten before they begin. `keep` does not: a deletion that comes
+    last `shrink`, `find` or `keep` allowed. Any thread may call `forget`; all else belongs to one thread. `find` and
+    `shrink` carry out what was to be forgotten before they begin. `keep` does not: a deletion that comes
     while its caller decides to keep something reaches that too.
     """
 
@@ -53,10 +53,6 @@ class PrefixCache:
         self._deletions: deque[Reach] = deque()
         self.nbytes = 0
 
-    def __len__(self) -> int:
-        """The number of texts of which none is the beginning of another."""
-        return sum(1 for _ in self._ends())
-
     def forget(self, reach: Reach) -> None:
         """Delete what `reach` covers: it is found no more, and the next `shrink` frees its memory."""
         self._deletions.append(reach)
@@ -65,13 +61,6 @@ class PrefixCache:
     def forgets(self) -> bool:
         """Whether a deletion is still to be carried out, as `shrink` does."""
         return bool(self._deletions)
-
-    def known(self, tenant: str, tokens: Tokens) -> int:
-        """How many leading `tokens` have slots. They count as used now."""
-        self._carry_out()
-        path = self._match(tenant, tokens)
-        self._touch(node for node, _ in path)
-        return sum(length for _, length in path)
 
     def claim(self, tenant: str, tokens: Sequence[int]) -> bool:
         """Whether slots of a prefix of `tokens` were read ahead. From now on they count as those of a request."""

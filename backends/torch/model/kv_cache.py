@@ -106,11 +106,6 @@ class SequenceCache(Cache):
         assert 0 <= length <= self.length, f"cannot truncate {self.length} slots to {length}"
         self.length = length
 
-    def copy(self, length: int, capacity: int) -> SequenceCache:
-        """An independent cache with a copy of the first `length` slots and room for `capacity` slots."""
-        assert 0 <= length <= self.length, f"cannot copy {length} of {self.length} slots"
-        return self.joined([RowsPart(Rows(self._keys, self._values), length)], capacity)
-
     def rows(self, start: int, end: int, *, release: bool = False) -> Rows:
         """A copy of the slots from `start` to `end`. With `release`, each layer is freed once it is copied, so that the
         two are never in memory as a whole; the cache cannot be used afterwards.

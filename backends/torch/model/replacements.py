@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.layers import PackedLinear
-from agentspec.telemetry.safe_errors import safe_message
 
-logger = logging.getLogger(__name__)
-
-NAME = "RMSNorm"  # how the classes' names end
-SCALES = (1e-3, 1.0, 30.0)  # of the rows that are tried: the smallest show epsilon
-MOST_UNLIKE = 0.01  # share of numbers that may be rounded to the neighbour: sums are added in another order
-WIDE = 1e-5  # relative difference of float32 numbers, which that makes
+NORM = "RMSNorm"  # how the classes' names end
 
 
-def can_pack() -> bool:
-    mkldnn = torch.ops.mkldnn
-    has_ops = hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")
-    return has_ops and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+def replace_layers(model: nn.Module) -> bool:
+    """Put a packed layer in the place of each float32 `nn.Linear` on a CPU, and one kernel in that of each norm on a
+    CUDA device. Returns whether there was any. A check has to follow, since some norms scale in another way.
 
-
-def pack_linears(model: nn.Module) -> int:
-    """Replace every float32 CPU `nn.Linear` inside `model` by a packed one and return how many.
-
-    The unpacked weight is freed unless something else (a tied embedding) still holds it.
+    An unpacked weight is freed unless something else (a tied embedding) still holds it.
     """
-    if not can_pack():
-        return 0
+    packed = torch.backends.mkldnn.is_available() and _replace(model, _packable, PackedLinear)  # type: ignore[no-untyped-call]
+    return bool(packed or _replace(model, _is_norm, FusedNorm))
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo `replace_layers`, for a model that also uses its layers' weights directly, or norms of another kind."""
+    _replace(model, lambda layer: isinstance(layer, PackedLinear), lambda layer: layer.unpacked())
+    _replace(model, lambda layer: isinstance(layer, FusedNorm), lambda layer: layer.original)
+
+
+def _replace(model: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> int:
+    """Replace the layers inside `model` that are `wanted`; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
-                setattr(parent, name, PackedLinear(child))
+            if wanted(child):
+                setattr(parent, name, make(child))
                 count += 1
     return count
 
 
-def unpack_linears(model: nn.Module) -> None:
-    """Undo `pack_linears`, for a model that also uses its layers' weights directly."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear):
-                setattr(parent, name, child.unpacked())
+def _packable(layer: Any) -> bool:
+    return type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
 
 
 class Float32Head(nn.Module):
@@ -108,49 +102,8 @@ def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-@torch.inference_mode()
-def fuse_norms(model: nn.Module) -> int:
-    """Replace every norm inside `model` that the kernel computes alike, on a CUDA device, and return how many."""
-    count = 0
-    try:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if _is_norm(child) and computes_alike(fused := FusedNorm(child)):
-                    setattr(parent, name, fused)
-                    count += 1
-    except Exception as error:  # without a compiler, say
-        if is_device_error(error):
-            raise
-        logger.warning("norms are computed by the model's own code: %s", safe_message(error))
-        unfuse_norms(model)
-        return 0
-    return count
-
-
-def unfuse_norms(model: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, FusedNorm):
-                setattr(parent, name, child.original)
-
-
-def computes_alike(fused: FusedNorm) -> bool:
-    """Whether the kernel's results for random rows are the original's, but for the rounding of a few."""
-    weight = fused.weight
-    generator = torch.Generator(weight.device).manual_seed(0)
-    noise = torch.randn(len(SCALES), len(weight), generator=generator, device=weight.device)
-    x = (noise * torch.tensor(SCALES, device=weight.device)[:, None]).to(weight.dtype)
-    expected, found = fused.original(x), fused(x)
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return False
-    wide = weight.dtype == torch.float32
-    if not torch.allclose(expected, found, rtol=WIDE if wide else 2 * torch.finfo(weight.dtype).eps, atol=1e-7):
-        return False
-    return wide or float((expected != found).float().mean()) <= MOST_UNLIKE
-
-
 def _is_norm(module: Any) -> bool:
-    if not type(module).__name__.endswith(NAME) or _epsilon(module) is None:
+    if not type(module).__name__.endswith(NORM) or _epsilon(module) is None:
         return False
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 1 and weight.device.type == "cuda"

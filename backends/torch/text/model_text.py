@@ -55,7 +55,8 @@ class ModelTokens:
 
     def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
         """Token ids of `messages` through the chat template, ready for the assistant's answer."""
-        return self._tokenizer.encode_chat(messages, continue_final=continue_final)
+        text = self._tokenizer.render(messages, start=not continue_final, continue_final=continue_final)
+        return self._tokenizer.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)

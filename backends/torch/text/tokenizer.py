@@ -53,9 +53,6 @@ class TokenizerAdapter:
         if limit is not None and (fewest := self.fewest_tokens(text)) > limit:
             raise ContextLengthError(f"at least {fewest} prompt tokens do not fit the model's {limit}", param=param)
 
-    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
-        return self.encode(self.render(messages, start=not continue_final, continue_final=continue_final))
-
     def render(
         self,
         messages: Sequence[Message],
@@ -69,12 +66,7 @@ class TokenizerAdapter:
         `continue_final` leaves the last message open. Raises `InvalidRequestError` for messages that the template
         refuses.
         """
-        request = GenerateRequest(
-            "",
-            messages=messages,
-            tools=tuple(tools),
-            template_arguments=template_arguments,
-        )
+        request = GenerateRequest("", messages, tools=tuple(tools), template_arguments=template_arguments)
         return render(self.tokenizer, request, start=start, continue_final=continue_final)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:

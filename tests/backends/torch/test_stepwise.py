@@ -13,8 +13,6 @@ import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
-from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.hidden_states import forward_with_states, states_batch
 from agentspec.backends.torch.stepwise import StepOutput, TorchSteps
 from agentspec.errors import InvalidRequestError, ShuttingDownError
 from agentspec.types import GenerateRequest, SamplingParams
@@ -35,19 +33,6 @@ async def backend(saved_model: Path) -> AsyncIterator[TorchBackend]:
 def asked(**sampling: Any) -> GenerateRequest:
     params = SamplingParams(**{"max_tokens": 12, "temperature": 0} | sampling)
     return GenerateRequest("", text="Hello you", sampling=params)
-
-
-@torch.inference_mode()
-def test_states_are_what_the_head_turns_into_logits(family: Any) -> None:
-    target = family.target
-    states = states_batch(target, [BatchItem(target.new_cache(1), text) for text in TEXTS])
-    for text, rows in zip(TEXTS, states, strict=True):
-        assert rows.shape[0] == len(text) and rows.dtype == torch.float32
-        ((logits, own),) = forward_with_states(target, [BatchItem(target.new_cache(1), text)])
-        assert torch.allclose(own[-1], rows[-1], atol=TOLERANCE)
-        again = target.module.get_output_embeddings()(rows[-1:].to(target.dtype))
-        if getattr(target.module.config, "final_logit_softcapping", None) is None:
-            assert torch.allclose(again.float()[0], logits[0], atol=TOLERANCE)
 
 
 async def test_hidden_states_are_those_of_the_model(backend: TorchBackend, saved_model: Path) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -58,7 +57,7 @@ def test_a_common_beginning_is_kept_once() -> None:
     texts = [[*system, *range(n, n + 20)] for n in range(0, 200, 20)]
     for tokens in texts:
         store.keep("t", tokens, slots_of(tokens))
-    assert store.nbytes == (100 + 10 * 20) * BYTES and len(store) == 10
+    assert store.nbytes == (100 + 10 * 20) * BYTES
     for tokens in texts:
         assert content(store.find("t", tokens, 1)) == tokens
     store.keep("other", texts[0], slots_of(texts[0]))
@@ -131,9 +130,9 @@ def test_what_is_older_goes_and_what_was_guessed() -> None:
     (old,) = (node for node in store._nodes() if len(node.tokens) and node.tokens[0] == 0)
     old.made = time.time() - 100
     store.forget(reach(older_than=50))
-    assert [store.known("a", np.asarray(text)) for text in texts] == [0, 20, 0]
-    store.forget(reach(session="nobody's"))
-    assert store.known("a", np.asarray(texts[1])) == 20
+    assert [store.find("a", text, 20) is not None for text in texts] == [False, True, False]
+    store.forget(reach(session="another"))
+    assert store.find("a", texts[1], 20) is not None
 
 
 def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_found() -> None:
@@ -150,7 +149,7 @@ def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_fou
     store.keep("a", [*first, *range(50, 70)], second, 1 << 20)
     assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
     store.shrink(None)
-    assert store.nbytes == len(store) == 0 and not store._roots
+    assert store.nbytes == 0 and not store._roots
 
 
 @pytest.mark.parametrize("edit", ["extended", "branched", "shortened", "same"])

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.engine import device_memory
-from agentspec.backends.torch.engine.device_memory import available, budget_of, promise, release
-from agentspec.backends.torch.engine.kv_budget import ROOM, KVBudget
+from agentspec.backends.torch.engine.device_memory import available, budget_of, release
+from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.prefill import MOST_EXPECTED, Guesses
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
@@ -26,7 +25,6 @@ from agentspec.types import GenerateRequest, SamplingParams
 
 PROMPT = list(range(20, 40))
 SLOT_BYTES = 256  # of the tiny model
-GPU = torch.device("cuda:0")
 
 
 def request_of(prompt: list[int] = PROMPT, *, max_tokens: int = 8, **params: Any) -> EngineRequest:
@@ -135,7 +133,7 @@ def test_an_expected_prompt_is_read_in_idle_time_and_found(lab: Any, scheduler_o
     (running,) = scheduler.schedule(opened)
     assert running.sequence.request.prompt == PROMPT
     scheduler.remove(running.sequence, clean=False)
-    assert scheduler.prefix_cache.known("a", np.asarray(known)) == chunk
+    assert scheduler.prefix_cache.find("a", known, 1).length == chunk
     while scheduler.has_guess:
         read(lab, scheduler, lambda request: opened(request, scheduler.allocate(request)))
     prefills = scheduler._context.counters.prefills
@@ -169,21 +167,15 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     return lambda bytes: monkeypatch.setattr(device_memory, "free_memory", lambda device: bytes)
 
 
-def test_two_engines_on_one_device_are_not_promised_the_same_memory(free: Any, caplog: Any) -> None:
-    free(1000)
-    first, second = (KVBudget(0, device=GPU) for _ in range(2))
-    third, used = KVBudget(0, device=torch.device("cuda:1")), [0]
-    first.allocated = lambda: used[0]
-    assert [promise(one, None) for one in (first, second, third)] == [800, 160, 800]
+def test_two_engines_on_one_device_are_not_promised_the_same_memory(lab: Any, free: Any, caplog: Any) -> None:
+    free(1 << 20)
+    first, second = budget_of(lab.target, None), budget_of(lab.target, None)
+    assert [one.promised for one in (first, second)] == [1 << 19, 1 << 18]
     release(second)
-    assert available(GPU) == 200
-    used[0] = 500  # these bytes are not free any more
-    assert available(GPU) == 700
-    release(first)
-    assert promise(KVBudget(0, device=GPU), 3 << 20) == 3 << 20 and "kv_bytes promises 3 MiB of cuda:0" in caplog.text
-
-
-def test_a_device_without_memory_is_an_error_of_the_configuration(lab: Any, free: Any) -> None:
+    assert available(first.device) == 1 << 19
+    first.allocated = lambda: 1 << 18  # these bytes are not free any more
+    assert available(first.device) == 3 << 18
+    assert budget_of(lab.target, 3 << 20).promised == 3 << 20 and "kv_bytes promises 3 MiB of cpu" in caplog.text
     free(256)
     with pytest.raises(ConfigurationError, match="set kv_bytes") as caught:
         budget_of(lab.target, None)

@@ -16,13 +16,7 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
-from agentspec.backends.torch.model.replacements import (
-    Float32Head,
-    FusedNorm,
-    computes_alike,
-    fuse_norms,
-    unfuse_norms,
-)
+from agentspec.backends.torch.model.replacements import Float32Head, FusedNorm, replace_layers, restore_layers
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -134,16 +128,12 @@ def test_norms_are_those_of_the_models_own_code(kind: Any, width: int, dtype: to
 @NORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @torch.inference_mode()
-def test_norms_in_plain_torch_are_too_unless_epsilon_or_the_type_differs(kind: Any, dtype: torch.dtype) -> None:
+def test_norms_in_plain_torch_are_those_of_the_models_own_code(kind: Any, dtype: torch.dtype) -> None:
     norm = norm_of(kind, 96, dtype)
     fused = FusedNorm(norm)
-    assert computes_alike(fused)
     for x in rows_of(96, norm):
         torch.testing.assert_close(fused(x), norm(x), rtol=1e-2, atol=1e-6)
     assert torch.equal(fused(torch.ones(3, 96, dtype=torch.float64)), norm(torch.ones(3, 96, dtype=torch.float64)))
-    for wrong in (1e-6, 1e-3):
-        fused.eps = wrong
-        assert dtype != torch.float32 or not computes_alike(fused)
 
 
 @not_interpreted
@@ -151,8 +141,8 @@ def test_norms_in_plain_torch_are_too_unless_epsilon_or_the_type_differs(kind: A
 def test_norms_on_a_gpu_alone_are_replaced_and_put_back(device: str) -> None:
     block = nn.Sequential(norm_of(LlamaRMSNorm, 4096, torch.bfloat16, device))
     original = block[0]
-    assert fuse_norms(block) == (device == "cuda") and isinstance(block[0], FusedNorm) is (device == "cuda")
-    unfuse_norms(block)
+    assert replace_layers(block) is isinstance(block[0], FusedNorm) is (device == "cuda")
+    restore_layers(block)
     assert block[0] is original
 
 

@@ -44,8 +44,8 @@ def test_messages_go_through_the_template(codec: TokenizerAdapter) -> None:
     said = [257, *codec.encode("hi"), 258, *codec.encode("So far")]
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "So far"}]
-    assert codec.encode_chat([*talk, USER]) == [*said, 257, *codec.encode("hi"), 258]
-    assert codec.encode_chat(talk, continue_final=True) == said, "the last message stays open"
+    assert codec.encode(codec.render([*talk, USER])) == [*said, 257, *codec.encode("hi"), 258]
+    assert codec.encode(codec.render(talk, start=False, continue_final=True)) == said, "the last message stays open"
 
 
 CALLS = [
@@ -73,16 +73,16 @@ CALLS = [
 )
 def test_refused_messages_name_the_field(codec: TokenizerAdapter, messages: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        codec.encode_chat(messages)
+        codec.render(messages)
     assert caught.value.param == "messages"
 
 
 def test_the_prompt_is_whichever_was_given(codec: TokenizerAdapter) -> None:
     assert codec.prompt(GenerateRequest("m", token_ids=(1, 2))) == [1, 2]
     assert codec.prompt(GenerateRequest("m", text="ab")) == codec.encode("ab", special=True)
-    assert codec.prompt(GenerateRequest("m", messages=[USER])) == codec.encode_chat([USER])
+    assert codec.prompt(GenerateRequest("m", messages=[USER])) == codec.encode(codec.render([USER]))
     with pytest.raises(InvalidRequestError, match="no chat template: use completions"):
-        TokenizerAdapter(SlowTokenizer()).encode_chat([USER])
+        TokenizerAdapter(SlowTokenizer()).render([USER])
 
 
 def test_special_tokens_are_spelled_but_not_decoded(codec: TokenizerAdapter) -> None:
@@ -273,7 +273,7 @@ def text(default_model: Any) -> ModelText:
 @pytest.mark.model
 def test_a_call_is_what_the_engine_sees_and_makes(text: ModelText) -> None:
     prompt, answer = text.encode(MESSAGES, ANSWER)
-    assert prompt == text.tokenizer.encode_chat(MESSAGES)
+    assert prompt == text.tokenizer.encode(text.tokenizer.render(MESSAGES))
     assert answer[:-1] == text.tokenizer.encode("General Kenobi") and answer[-1] in text.end_ids
     assert text.tokenizer.spell(answer[-1]) == "<|im_end|>"
     assert text.encode(MESSAGES, ANSWER, finished=False)[1] == answer[:-1]
