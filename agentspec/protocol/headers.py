@@ -19,7 +19,6 @@ _REQUEST_NAMES = (
     *("session", "workflow", "step", "speculation", "store", "prefill", "strategy"),
     *("latency-ms-per-token", "deadline-s", "priority"),
 )
-_NEAR = 0.75  # from this ratio on difflib takes one name for a misspelt other
 
 
 def label_headers(
@@ -78,7 +77,7 @@ def refuse_misspelt(headers: Iterable[str]) -> None:
         name = header[:MAX_LABEL].removeprefix(PREFIX)
         if name in _REQUEST_NAMES or not header.startswith(PREFIX):
             continue
-        if near := difflib.get_close_matches(name, _REQUEST_NAMES, n=1, cutoff=_NEAR):
+        if near := difflib.get_close_matches(name, _REQUEST_NAMES, n=1, cutoff=0.75):
             hint = f"no header {header[:80]!r} is known; did you mean {PREFIX + near[0]!r}?"
             raise InvalidRequestError(hint, param=header[:80])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -257,16 +256,13 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
     for _ in range(MAX_JSON_DEPTH + 1):
         inner: list[Any] = []
         for one in level:
-            kind = type(one)
-            if kind is str:
-                fault = None if one.isascii() or is_text(one) else NOT_TEXT.strip()
-            elif kind is dict or isinstance(one, Mapping):
+            fault: str | None = None
+            if isinstance(one, (list, tuple)):
+                inner += one
+            elif isinstance(one, dict) or (not isinstance(one, str | int | float | None) and isinstance(one, Mapping)):
                 inner += one.keys()
                 inner += one.values()
                 fault = None if all(isinstance(key, str) for key in one) else "has a key that is not a string"
-            elif isinstance(one, (list, tuple)):
-                inner += one
-                fault = None
             else:
                 fault = _fault(one)
             if fault is not None:
@@ -281,11 +277,9 @@ def check_json(value: Any, name: str, *, param: str | None = None) -> None:
 
 def _fault(value: Any) -> str | None:
     """What is wrong with a value that is neither a plain string nor a container."""
-    if value is None or isinstance(value, bool):
-        return None
     if isinstance(value, str):
-        return None if is_text(value) else NOT_TEXT.strip()
-    if isinstance(value, (int, float)):
-        large = not math.isfinite(value) if isinstance(value, float) else abs(value) > sys.float_info.max
+        return None if value.isascii() or is_text(value) else NOT_TEXT.strip()
+    if value is None or isinstance(value, (int, float)):
+        large = not abs(value or 0) <= sys.float_info.max  # NaN is not
         return "holds a number beyond the range of 64-bit floats" if large else None
     return f"holds a Python {type(value).__name__}, which is not JSON"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentspec.protocol.openai_responses.items import Item, input_of, new_id
 from agentspec.protocol.openai_responses.request import ResponsesRequest
-from agentspec.protocol.responses import ApiWriter, speculation_member, thoughts_of
+from agentspec.protocol.responses import ApiWriter, speculation_member, thoughts_of, usage_object
 from agentspec.protocol.tools import whole_arguments
 from agentspec.types import Delta, Speculation, Usage
 
@@ -81,7 +81,8 @@ class MessageItem(OutputItem):
         yield {**event, "annotation": one}
 
     def part(self) -> Item:
-        return {"type": self.kind, "text": self.written, "annotations": [*self.annotations]}
+        noted = {"annotations": [*self.annotations]} if self.kind == "output_text" else {}
+        return {"type": self.kind, self.text: self.written, **noted}
 
     def item(self, status: str) -> Item:
         head = {"id": self.id, "type": "message", "role": "assistant", "status": status}
@@ -96,9 +97,6 @@ class RefusalItem(MessageItem):
     text = "refusal"
     more: ClassVar[Event] = {}
 
-    def part(self) -> Item:
-        return {"type": self.kind, self.text: self.written}
-
 
 @dataclass(slots=True)
 class ThoughtItem(MessageItem):
@@ -107,9 +105,6 @@ class ThoughtItem(MessageItem):
     prefix = "rs"
     kind = "reasoning_text"
     more: ClassVar[Event] = {}
-
-    def part(self) -> Item:
-        return {"type": self.kind, "text": self.written}
 
     def item(self, status: str) -> Item:
         return {"id": self.id, "type": "reasoning", "summary": [], "content": [self.part()], "status": status}
@@ -336,19 +331,12 @@ class EventWriter(ApiWriter):
 
 
 def responses_usage(usage: Usage) -> dict[str, Any]:
-    """The `usage` object of a response. It has prediction counts only if the request carried a prediction.
-
-    It reports no tokens written to a cache, since no client is charged for them.
-    """
-    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-    predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    """The `usage` object of a response: that of a chat, in other words."""
+    chat = usage_object(usage)
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {
-            "reasoning_tokens": usage.reasoning_tokens or 0,
-            **({} if accepted is None else predicted),
-        },
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {**chat["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0, **chat.get("completion_tokens_details", {})},
+        "total_tokens": chat["total_tokens"],
     }

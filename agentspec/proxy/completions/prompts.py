@@ -22,12 +22,8 @@ Answer = Callable[[], AsyncGenerator[Delta]]
 
 def several_prompts(prompt: Any) -> list[Any] | None:
     """The prompts of a request with more than one, at most `MAX_CHOICES`; token ids are one prompt."""
-    if not isinstance(prompt, list) or len(prompt) < 2 or not any(isinstance(one, (str, list)) for one in prompt):
+    if not isinstance(prompt, list) or len(prompt) < 2 or not isinstance(prompt[0], (str, list)):
         return None
-    texts = all(isinstance(one, str) for one in prompt)
-    if not texts and not all(isinstance(one, list) and not isinstance((one or [0])[0], (str, list)) for one in prompt):
-        message = "prompt must be a text, token ids, or an array of several texts or of several token ids"
-        raise InvalidRequestError(message, param="prompt")
     if len(prompt) > MAX_CHOICES:
         message = f"prompt has {len(prompt)} entries; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="prompt")

@@ -29,9 +29,6 @@ from agentspec.proxy.forwarding import StreamInspector
 from agentspec.proxy.request_context import RequestContext
 from agentspec.runtime import Route
 
-# Fields of a chat that shape its prompt, besides its messages.
-_SHAPING = "tools chat_template_kwargs add_generation_prompt continue_final_message reasoning_effort".split()
-_OF_CHAT = ("model", "messages", *_SHAPING)
 TOKENIZED_CHARACTERS = 1_000_000
 CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
 
@@ -49,13 +46,7 @@ def check_characters(length: int, context_length: int | None, param: str) -> Non
 
 class _TokenizeBody(Body):
     model: Text = ""
-    prompt: Text | None = None
-    messages: Any = None
-    tools: Any = None
-    chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    reasoning_effort: Any = None
+    prompt: Text = ""
     add_special_tokens: bool | None = None
 
 
@@ -97,16 +88,14 @@ class TokenizationEndpoint(GatewayEndpoint):
         await respond(answer, Response(encoded, media_type="application/json"))
 
     async def _tokenize(self, side: Tokenization, fields: Mapping[str, Any], length: int | None) -> dict[str, Any]:
-        body = _TokenizeBody.parse(fields)
-        if (body.prompt is None) == (body.messages is None):
+        if (fields.get("prompt") is None) == (fields.get("messages") is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
-        if body.prompt is not None:
-            _refuse_of_chat(body)
+        if fields.get("prompt") is not None:
+            body = _TokenizeBody.parse(fields)
             check_characters(len(body.prompt), length, "prompt")
             tokens = await side.tokenize(body.prompt, begins=body.add_special_tokens is not False)
         else:
-            chat = {name: fields[name] for name in _OF_CHAT if fields.get(name) is not None}
-            request, _ = parse_chat(chat)
+            request, _ = parse_chat({name: fields[name] for name in fields if name != "add_special_tokens"})
             if request.continue_final or not request.start_answer:
                 param = "continue_final_message" if request.continue_final else "add_generation_prompt"
                 raise InvalidRequestError(
@@ -114,7 +103,7 @@ class TokenizationEndpoint(GatewayEndpoint):
                 )
             text = await side.render(request.messages or (), request.tools, request.template_arguments)
             check_characters(len(text), length, "messages")
-            tokens = await side.tokenize(text, begins=bool(body.add_special_tokens))
+            tokens = await side.tokenize(text, begins=bool(fields.get("add_special_tokens")))
         return {"count": len(tokens), "tokens": tokens}
 
     async def _detokenize(self, side: Tokenization, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,13 +116,6 @@ class TokenizationEndpoint(GatewayEndpoint):
             return {"prompt": await spell(list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
             raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
-
-
-def _refuse_of_chat(body: _TokenizeBody) -> None:
-    """Raise `InvalidRequestError` for a field that shapes a chat's prompt, next to a prompt that is whole already."""
-    for name in _SHAPING:
-        if getattr(body, name) not in (None, []):
-            raise InvalidRequestError(f"{name} needs messages: a prompt is read as it is", param=name)
 
 
 @dataclass(slots=True)
