@@ -12,7 +12,7 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.requests import MAX_TOP_LOGPROBS, AnswerFormat, GenerationBody
 from agentspec.protocol.responses import ChunkWriter, clamped
 from agentspec.protocol.validation import TEXT, Count, TokenIds, only, validated, wrong_type
-from agentspec.types import MAX_CHOICES, Delta, GenerateRequest, Prompt, SamplingParams, TokenLogprob
+from agentspec.types import Delta, GenerateRequest, SamplingParams, TokenLogprob
 
 
 class _CompletionBody(GenerationBody):
@@ -62,45 +62,37 @@ def _prompt(value: Any) -> dict[str, Any]:
 class CompletionWriter(ChunkWriter):
     """Writes text completions. `text_offset` counts characters from the start of the choice's text.
 
-    Of several prompts, each has `per_prompt` choices, and theirs come one after the other.
+    Of several prompts, the choices of each come one after the other.
     """
 
     prefix = "cmpl"
     kind = "text_completion"
-    per_prompt: int = MAX_CHOICES
     _offsets: dict[int, int] = field(default_factory=dict, init=False)
-    _prompts: dict[int, Prompt] = field(default_factory=dict, init=False)
 
     def body(self) -> dict[str, Any]:
-        for index, prompt in self.answer.prompts.items():
-            self._prompts[index // self.per_prompt] = prompt
         return self._whole([self._choice(one.whole(index)) for index, one in self.answer.all()])
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        if delta.prompt is not None:
-            self._prompts[delta.index // self.per_prompt] = delta.prompt
         tokens = self.format.token_ids and delta.token_ids
         if delta.text or delta.logprobs or delta.finish_reason or tokens:
             yield from self._chunk(self.kind, self._choice(delta), delta)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        index, begins = delta.index, delta.index not in self._offsets
-        self._offsets.setdefault(index, 0)
-        prompt = self._prompts.get(index // self.per_prompt, Prompt())
+        prompt = {"prompt_token_ids": list(delta.prompt.token_ids)} if delta.prompt and self.format.token_ids else {}
         return {
-            "index": index,
+            "index": delta.index,
             "text": delta.text,
-            "logprobs": self._logprobs(index, delta.logprobs) if self.request.sampling.logprobs else None,
+            "logprobs": self._logprobs(delta.index, delta.logprobs) if self.request.sampling.logprobs else None,
             "finish_reason": delta.finish_reason,
             **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
-            **({"prompt_token_ids": list(prompt.token_ids)} if self.format.token_ids and begins else {}),
+            **prompt,
         }
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token.text)
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(token.text)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [clamped(token.logprob) for token in tokens],

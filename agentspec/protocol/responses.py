@@ -31,6 +31,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    prompt: Prompt | None = None
     _calls: ToolCalls | None = None
     _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
     _values: dict[str, Any] = field(default_factory=dict)  # and those that come whole
@@ -41,6 +42,7 @@ class Choice:
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
+        self.prompt = delta.prompt or self.prompt
         for name, value in delta.extra.items():
             if name == "tool_calls":
                 self._calls = self._calls or ToolCalls()
@@ -52,7 +54,8 @@ class Choice:
 
     def whole(self, index: int) -> Delta:
         """The choice as one delta, without its further fields."""
-        return Delta("".join(self.text), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason, index=index)
+        tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+        return Delta("".join(self.text), tokens, logprobs, self.finish_reason, index=index, prompt=self.prompt)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -66,21 +69,13 @@ class Accumulator:
     """Assembles a whole answer from its deltas: the choices, and the fields that they share."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    prompts: dict[int, Prompt] = field(default_factory=dict)  # by their choice
     usage: Usage = field(default_factory=Usage)
     speculation: Speculation | None = None
 
     def add(self, delta: Delta) -> None:
         self.choices.setdefault(delta.index, Choice()).add(delta)
-        if delta.prompt is not None:
-            self.prompts[delta.index] = delta.prompt
         self.usage = delta.usage or self.usage
         self.speculation = delta.speculation or self.speculation
-
-    @property
-    def prompt(self) -> Prompt | None:
-        """The prompt, if it was reported; of several, the first."""
-        return next(iter(self.prompts.values()), None)
 
     def all(self) -> list[tuple[int, Choice]]:
         """The choices in order; an answer without any delta has one empty choice."""
@@ -226,7 +221,7 @@ class ChatWriter(ChunkWriter):
 
     def body(self) -> dict[str, Any]:
         choices = [self._choice(index, choice) for index, choice in self.answer.all()]
-        return self._whole(choices) | self._prompt(self.answer.prompt)
+        return self._whole(choices) | self._prompt(self.answer.all()[0][1].prompt)
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         begins = delta.index not in self._begun

@@ -17,9 +17,9 @@ from agentspec.errors import (
     SlowClientError,
 )
 from agentspec.protocol.wire import encode
-from agentspec.proxy.auth import MAX_HEADER_BYTES
 from agentspec.settings.server import ServerSettings
 
+MAX_HEADER_BYTES = 32 << 10
 HEAD_SECONDS = 10.0  # for a whole head
 WRITE_SECONDS = 30.0  # that a client may take nothing of its answer before it is cut off
 WRITE_BUFFER = 32 << 10  # bytes of an answer: writing pauses above it

@@ -26,8 +26,8 @@ from agentspec.errors import (
     UpstreamError,
     UpstreamStatusError,
 )
-from agentspec.protocol.errors import anthropic_error, error_object, without_account
-from agentspec.protocol.wire import encode, event, named_event
+from agentspec.protocol.errors import error_object, without_account
+from agentspec.protocol.wire import encode
 from agentspec.proxy.logs import logger
 from agentspec.telemetry.safe_errors import class_of, frames_of
 
@@ -53,16 +53,6 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
         return ErrorResponse(known.status, without_account(body), "upstream_status", retry)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else _headers(known)
     return ErrorResponse(known.status, _body(known), known.code or known.type, headers)
-
-
-def error_event(error: Exception, request_id: str = "") -> bytes:
-    """The event that ends a stream after `error` interrupted it."""
-    return event(_body(_known(error, request_id)))
-
-
-def anthropic_error_event(error: Exception, request_id: str = "") -> bytes:
-    known = _known(error, request_id)
-    return named_event("error", anthropic_error(_body(known), known.status, request_id))
 
 
 def _known(error: Exception, request_id: str) -> AgentSpecError:

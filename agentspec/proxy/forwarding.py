@@ -17,11 +17,11 @@ from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
 from agentspec.protocol.speculation import read_speculation
-from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, object_in, reported
+from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, event, object_in, reported
 from agentspec.proxy.answer import BYTES_PER_TOKEN, RequestAnswer, piece
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.body.reading import set_values
-from agentspec.proxy.errors import error_event, refused_key
+from agentspec.proxy.errors import ErrorResponse, error_response, refused_key
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import Delta, Speculation, Usage
 
@@ -94,9 +94,9 @@ class Inspector:
         """Take the counts, an error or the end from one of the events that are parsed."""
         raise NotImplementedError
 
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        """The event for an `error` that broke the stream off."""
-        return error_event(error, request_id)
+    def failure(self, error: ErrorResponse, request_id: str) -> bytes:
+        """The event for an error that broke the stream off."""
+        return event(error.body)
 
 
 class StreamInspector(Inspector):
@@ -279,7 +279,7 @@ async def _send_stream(
         rest = b""
         if not (inspector.done or inspector.error):
             answer.interrupt(error)
-            rest = splitter.separator() + inspector.failure(error, answer.request_id)
+            rest = splitter.separator() + inspector.failure(error_response(error, answer.request_id), answer.request_id)
     answer.count(read_counts(inspector.counts))
     answer.report(inspector.error)
     await answer.send({"type": "http.response.body", "body": rest})

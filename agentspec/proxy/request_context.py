@@ -20,8 +20,7 @@ from agentspec.protocol.headers import (
     switched_off,
 )
 from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, StepPolicy
-from agentspec.protocol.wire import object_in
-from agentspec.proxy.body.upstream_fields import check_head
+from agentspec.proxy.body.upstream_fields import check_query
 from agentspec.types import GenerateRequest, Labels
 
 if TYPE_CHECKING:
@@ -144,9 +143,9 @@ def upstream_headers(scope: Scope, answer: RequestAnswer, labels: Labels) -> dic
     """The client's headers with the request's id and labels, without a key that is for this gateway.
 
     A header that comes in several lines is one list (RFC 9110, section 5.3); of our own the first line counts. Raises
-    `InvalidRequestError` as `check_head` does.
+    `InvalidRequestError` as `check_query` does.
     """
-    check_head(scope)
+    check_query(scope)
     given = Headers(scope=scope)
     headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
     headers |= label_headers(labels) | {"x-request-id": answer.request_id}
@@ -172,18 +171,7 @@ def _session_of(fields: Mapping[str, Any]) -> str | None:
     metadata = fields.get("metadata")
     inner: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
     named = (fields.get("session_id"), inner.get("session_id"), inner.get("thread_id"), fields.get("prompt_cache_key"))
-    return _first((*named, _session_of_user(inner.get("user_id")), fields.get("previous_response_id")))
-
-
-def _session_of_user(user: Any) -> Any:
-    """The session in Claude Code's `metadata.user_id`: JSON, or words joined by underscores; else the user itself."""
-    if not isinstance(user, str) or len(user) > MAX_READ:
-        return None
-    user = user.strip()
-    if user.startswith("{"):
-        session = object_in(user).get("session_id")
-        return session if isinstance(session, str) else user
-    return user.rpartition("_session_")[2] or user
+    return _first((*named, inner.get("user_id"), fields.get("previous_response_id")))
 
 
 def _as_label(given: Any) -> str | None:

@@ -29,7 +29,7 @@ from agentspec.protocol.completions import CompletionWriter
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.request import parse_responses
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.responses import BLOCK, ApiWriter, ChatWriter, Choice, obfuscated
+from agentspec.protocol.responses import BLOCK, ApiWriter, ChatWriter, obfuscated
 from agentspec.protocol.wire import encode
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
@@ -155,18 +155,6 @@ def test_a_piece_of_a_call_that_ended_or_never_began_is_an_error_of_messages() -
         writer = MessagesWriter("m", MessagesRequest({}, stream=True))
         with pytest.raises(UpstreamError):
             [event for one in deltas for event in writer.chunks(one)]
-
-
-def test_pieces_are_joined_only_when_they_are_read() -> None:
-    class Piece(str):
-        def __radd__(self, before: str) -> str:
-            raise AssertionError("each piece copies all before it")
-
-    choice = Choice()
-    for _ in range(3):
-        call = {"index": 0, "function": {"arguments": Piece("1")}}
-        choice.add(Delta(extra={"reasoning": Piece("b"), "tool_calls": [call]}))
-    assert choice.extra == {"reasoning": "bbb", "tool_calls": [{"function": {"arguments": "111"}}]}
 
 
 @given(st.lists(st.lists(st.text(max_size=3), max_size=3), min_size=1, max_size=4))

@@ -29,30 +29,6 @@ def messages(value: Any) -> list[dict[str, Any]]:
     return made.finish()
 
 
-def test_ids_of_calls_and_items_may_be_long() -> None:
-    """As of servers that hide a signature in them, whose answers come back with them."""
-    long = "call_" + "x" * 5000
-    call = {"type": "function_call", "id": long, "call_id": long, "name": "f", "arguments": "{}"}
-    turn, result = messages([call, {"type": "function_call_output", "call_id": long, "output": "1"}])
-    assert turn["tool_calls"][0]["id"] == result["tool_call_id"] == long
-
-
-@given(texts, texts)
-def test_calls_of_custom_tools_are_calls_of_functions(written: str, result: str) -> None:
-    head = {"call_id": "a", "name": "edit", "namespace": "disk"}
-    value = [
-        {"type": "custom_tool_call", **head, "input": written},
-        {"type": "custom_tool_call_output", "call_id": "a", "output": result, "name": "edit"},
-    ]
-    items = parse_input(value)
-    for item in items:
-        ITEM.validate_python(item)
-    assert parse_input(items) == items
-    [call], output = messages(value)[0]["tool_calls"], messages(value)[1]
-    assert call["function"]["name"] == "disk__edit" and json.loads(call["function"]["arguments"]) == {"input": written}
-    assert output == {"role": "tool", "tool_call_id": "a", "content": result}
-
-
 called = st.builds(
     lambda name, arguments: {"type": "function_call", "name": name, "arguments": arguments}, texts, texts
 )
@@ -126,28 +102,6 @@ def _texts(found: list[dict[str, Any]]) -> dict[str, str]:
         for call in message.get("tool_calls", ()):
             kinds["call"] += f"{call['id']}{call['function']['name']}{call['function']['arguments']}"
     return kinds
-
-
-@pytest.mark.parametrize(
-    ("chat", "own"),
-    [
-        ("messages[1].tool_calls[0].id", "input"),
-        ("messages", "input"),
-        ("max_tokens", "max_output_tokens"),
-        ("response_format.json_schema.schema", "text.format.schema"),
-        ("tools[0].function.name", "tools[0].name"),
-        ("tools[2].function.name", "tools[1].tools[1].name"),
-        ("tools[3].function.parameters", "tools[2].format"),
-        ("tools", "tools"),
-        ("temperature", "temperature"),
-    ],
-)
-def test_the_names_of_a_chats_fields(chat: str, own: str) -> None:
-    function = {"type": "function", "name": "f"}
-    space = {"type": "namespace", "name": "n", "description": "", "tools": [function, {**function, "name": "g"}]}
-    body = {"input": "hi", "tools": [function, space, {"type": "custom", "name": "c"}]}
-    request = parse_responses(body)
-    assert request.own_name(chat) == own
 
 
 @pytest.mark.parametrize(
@@ -250,11 +204,3 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
     [item] = found[-1]["response"]["output"]
     assert told == done["input"] == item["input"] == written
     assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")
-
-
-def test_a_failed_answer_has_what_was_written() -> None:
-    one = writer()
-    found = [*one.chunks(Delta(text="half"))]
-    last = one.failed({"message": "it broke"}, 502, "r")
-    assert EVENT.validate_python(last).response.error.message == "it broke"
-    assert last["response"]["output"][0]["content"][0]["text"] == "half" and last["sequence_number"] == len(found)

@@ -77,14 +77,3 @@ def test_a_name_does_not_depend_on_the_others_where_nothing_meets(each: list[tup
     for key in keys:
         if [*alone.values()].count(alone[key]) == 1 and alone[key] not in {name for _, name in keys}:
             assert table.of_key(key) == alone[key]
-
-
-def test_names_that_meet() -> None:
-    keys = [("a", "b"), ("", "a__b"), ("", "x" * 65), ("", "é"), ("f_", "g")]
-    table = ToolNames.of(keys)
-    found = [table.of_key(key) for key in keys]
-    assert found[1] == "a__b" and found[4] == "f_g"
-    shown = [re.sub("_[0-9a-f]{8}$", "_#", name) for name in (found[0], *found[2:4])]
-    assert shown == ["a__b_#", "x" * 55 + "_#", "__#"]
-    taken = ToolNames.of([("", found[0]), *keys])  # a tool that is called as another one's hash
-    assert len({taken.of_key(key) for key in [("", found[0]), *keys]}) == 6

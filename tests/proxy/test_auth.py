@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -83,18 +81,6 @@ def test_only_one_right_key_is_served(keys: Any) -> None:
         assert get(app, HOST, *headers)[0] == 401
 
 
-def test_every_wrong_key_is_hashed_and_compared_with_every_known_one(
-    keys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the time of a refusal says nothing: it is the comparisons that are counted, and not seconds."""
-    app, compared, compare = app_of(api_keys=keys), list[tuple[bytes, bytes]](), hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append((one, other)) or compare(one, other))
-    for key in ("", "k", "key-of-", "key-of-a", "key-of-b", "key-of-bb", "x" * 8, "\xff"):
-        compared.clear()
-        get(app, HOST, ("authorization", f"Bearer {key}"))
-        assert len(compared) == 3 and {len(one) for pair in compared for one in pair} == {32}
-
-
 def test_a_probe_learns_no_more_than_whether_the_gateway_is_ready(keys: Any) -> None:
     """Orchestrators send no key, and call by any name; only clients see why it is not ready."""
     app = app_of(api_keys=keys)  # whose models load: its lifespan has not begun
@@ -121,7 +107,6 @@ def test_request_ids_are_echoed_only_if_harmless(gateway: Any) -> None:
         assert (id == given) is echoed and (echoed or id.startswith("req-"))
 
 
-CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "s-1"})
 OWN = {"x-agentspec-session": "mine", "x-agentspec-workflow": "flow"}
 NAMES: list[tuple[dict[str, str], dict[str, Any], Labels]] = [
     ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}, {}, Labels("s", None, "a")),
@@ -130,9 +115,6 @@ NAMES: list[tuple[dict[str, str], dict[str, Any], Labels]] = [
     ({"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}, {}, Labels("s", "p")),
     *(({}, {name: "s"}, Labels("s")) for name in ("session_id", "prompt_cache_key", "previous_response_id")),
     ({}, {"metadata": {"user_id": "u"}}, Labels("u")),
-    ({}, {"metadata": {"user_id": CLAUDE}}, Labels("s-1")),
-    ({}, {"metadata": {"user_id": "user_1_account__session_s-1"}}, Labels("s-1")),
-    ({}, {"metadata": {"user_id": "{not json"}}, Labels("{not json")),
     ({}, {"metadata": {"thread_id": "t", "user_id": "u"}}, Labels("t")),
     ({"x-session-id": "h"}, {"session_id": "b", "prompt_cache_key": "k"}, Labels("h")),
     *(({}, {"metadata": {"user_id": odd}, "prompt_cache_key": odd}, Labels()) for odd in (" ", 5, [], "x" * 5000)),

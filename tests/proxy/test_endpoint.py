@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 import httpx
-import openai
-import pytest
 
 from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest
 
 MODEL = "fake"
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
-
-
-def ask(client: openai.OpenAI, content: str = "hi", **fields: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], **fields)
 
 
 class Held(FakeBackend):
@@ -32,18 +25,10 @@ class Held(FakeBackend):
         self.go = threading.Event()
 
     async def generate(self, request: GenerateRequest) -> Any:
-        self.requests.append(request)
-        self.active += 1
-        try:
-            yield Delta(text="one")
-            while not self.go.is_set():
-                await anyio.sleep(0.005)
-            yield Delta(text=" two", finish_reason="stop")
-        except BaseException:
-            self.cancelled.append(request)
-            raise
-        finally:
-            self.active -= 1
+        yield Delta(text="one")
+        while not self.go.is_set():
+            await anyio.sleep(0.005)
+        yield Delta(text=" two", finish_reason="stop")
 
 
 def test_curl_streams_as_tokens_come(gateway: Any) -> None:
@@ -54,29 +39,10 @@ def test_curl_streams_as_tokens_come(gateway: Any) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         first = next(line for line in process.stdout if "one" in line)
-        assert held.active == 1
+        assert not held.go.is_set()
         held.go.set()
         lines = [first, *(line for line in process.stdout if line.strip())]
     assert [line[:6] for line in lines] == ["data: "] * len(lines) and lines[-1] == "data: [DONE]\n"
-
-
-def test_places_are_bounded_and_freed(gateway: Any, until: Callable[..., None]) -> None:
-    backend = Held()
-    running = gateway({MODEL: backend}, max_concurrent=1, queue_timeout=0)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
-        stream = ask(client, stream=True)
-        next(iter(stream))
-        with pytest.raises(openai.RateLimitError) as caught:
-            ask(client)
-        assert caught.value.response.headers["retry-after"] == "1"
-        stream.close()
-        until(lambda: backend.active == 0 and running.app.slots.running == 0)
-        assert len(backend.cancelled) == 1
-        backend.go.set()
-        assert ask(client).choices[0].message.content == "one two"
-    counted = {"route": "/v1/chat/completions"}
-    assert running.metric("agentspec_requests_total", **counted, model=MODEL, outcome="cancelled") == 1
-    assert running.metric("agentspec_requests_total", **counted, model="", outcome="rejected") == 1
 
 
 def test_a_name_that_a_client_has_built_in_is_served(gateway: Any) -> None:

@@ -76,15 +76,6 @@ def upstream_settings(url: str, **options: Any) -> Settings:
     return Settings(backends={"up": up}, models={"fake": ModelSettings(backend="up")})
 
 
-def test_an_upstream_that_schedules_by_priority_is_told_it_on_its_scale(gateway: Any, upstream: Any) -> None:
-    server = upstream(lambda request: request.answer(b"{}"))
-    running = gateway({}, upstream_settings(server.url, priority="highest_first"))
-    ask(running, {"x-agentspec-priority": "4"})
-    ask(running, {"x-agentspec-priority": "4"}, priority=1)
-    bodies = [request.json for request in server.requests if request.method == "POST"]
-    assert [body["priority"] for body in bodies] == [-4, -1]
-
-
 def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
     running = gateway({}, upstream_settings(server.url))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Metric
 from agentspec.reasoning.settings import IndexSettings, RaLMSpecSettings, RemoteSettings, SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.testing import Answer, FakeBackend
+from agentspec.settings.server import ServerSettings
+from agentspec.testing import Answer, FakeBackend, Script
 from agentspec.types import GenerateRequest
 from tests.thinking_model import ThinkingModel
 
@@ -216,3 +217,68 @@ def test_an_endpoint_that_cannot_play_its_part_is_an_error_at_the_start(serving:
     thinking = settings(serving(Deaf), serving())
     assert "name another model as base" in refused(thinking)
     assert "takes no token ids" in refused(settings(serving(), serving()))
+
+
+def numbered(word: str) -> Callable[[str], Script]:
+    def next_step(thinking: str) -> Script:
+        number = thinking.count("\n\n") + 1
+        return f"{word} {number}.{' Answer: 4' if number == 2 else ''}\n\n"
+
+    return next_step
+
+
+def specreason(**knobs: Any) -> Settings:
+    strategy = SpecReasonSettings(base="large", small="tiny", **knobs)
+    backends = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
+    return Settings(backends=backends, models={"fast": strategy, "plain": ModelSettings(backend="large")})
+
+
+def models(**options: Any) -> dict[str, FakeBackend]:
+    words = {"large": "base", "tiny": "small"}
+    return {name: ThinkingModel(numbered(word), **options) for name, word in words.items()}
+
+
+FAST = {"model": "fast", "messages": [{"role": "user", "content": "Two plus two?"}]}
+
+
+def test_every_call_of_a_strategy_is_asked_for_its_time(gateway: Any) -> None:
+    """Clients read the thoughts as they read the answer: what a stream should keep holds for both."""
+    behind = models()
+    running = gateway(behind, specreason())
+    asked = {"x-agentspec-latency-ms-per-token": "20", "x-agentspec-priority": "3"}
+    assert httpx.post(f"{running.url}/v1/chat/completions", json=FAST, headers=asked).status_code == 200
+    requests = [request for model in behind.values() for request in model.requests]
+    assert {(one.latency_target_ms_per_token, one.priority) for one in requests} == {(20, 3)}
+
+
+def test_upstreams_are_asked_for_no_more_than_the_gateway_allows(gateway: Any) -> None:
+    """Neither by a request, nor by the strategy's own steps, whose settings want more."""
+    known = Capabilities(continue_final=True, logprobs=True)
+    behind = models(capabilities=known)
+    backends = {
+        name: OpenAISettings(base_url=f"{gateway({'m': model}).url}/v1", model="m", server_kind="other")  # type: ignore[arg-type]
+        for name, model in behind.items()
+    }
+    fast = SpecReasonSettings(base="large", small="tiny")
+    running = gateway(
+        {}, Settings(server=ServerSettings(max_output_tokens=100), backends=backends, models={"fast": fast})
+    )
+    url = f"{running.url}/v1/chat/completions"
+    for field, value, param in (
+        ("max_tokens", 101, "max_tokens"),
+        ("max_completion_tokens", 10**9, "max_completion_tokens"),
+        ("n", 9, "n"),
+        ("chat_template_kwargs", {"loops": 10**9}, "chat_template_kwargs.loops"),
+    ):
+        refused = httpx.post(url, json={**FAST, field: value})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+        if field in ("max_tokens", "chat_template_kwargs"):  # the same of Anthropic's API, by which nothing is bypassed
+            for path in ("messages", "messages/count_tokens"):
+                refused = httpx.post(f"{running.url}/v1/{path}", json={"max_tokens": 5, **FAST, field: value})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+    assert not any(request.template_arguments for model in behind.values() for request in model.requests)
+    for model in behind.values():
+        model.requests.clear()
+    assert httpx.post(url, json={**FAST, "max_tokens": 100}, timeout=60).status_code == 200
+    asked = [request.sampling.max_tokens for model in behind.values() for request in model.requests]
+    assert max(one or 0 for one in asked) == 100

@@ -61,14 +61,6 @@ def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
     assert json.loads(sent(server)[0])["vllm_xargs"] == {"k": [1, "a"], **XARGS}
 
 
-@pytest.mark.parametrize(("owner", "path"), [("somebody", "/v1/chat/completions"), ("vllm", "/v1/embeddings")])
-def test_the_same_bytes_for_everybody_else(gateway: Any, upstream: Any, owner: str, path: str) -> None:
-    server = upstream(serve(owner))
-    body = b' { "model":"m", "vllm_xargs":{"k":1.0} }'
-    post(gateway({}, settings(server.url)), body, path)
-    assert sent(server) == [body]
-
-
 PREDICTED = b'{"model":"m", "messages":[], "prediction": {"type": "content", "content": "def f(): pass"}}'
 
 

@@ -21,7 +21,7 @@ from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
-from tests.proxy.encoder import ConstantEncoder
+from tests.proxy.encoder import CountingEncoder
 
 pytestmark = pytest.mark.reliability
 
@@ -181,7 +181,7 @@ def client(shared_gateway: Any, shared_upstream: Any) -> Iterator[httpx.Client]:
         backends={name: OpenAISettings(base_url=url) for name, url in urls.items()},
         models={name: ModelSettings(backend=name) for name in urls},
     )
-    own = {"local": FakeBackend(lambda request: "fine"), "e": ConstantEncoder()}
+    own = {"local": FakeBackend(lambda request: "fine"), "e": CountingEncoder()}
     with httpx.Client(base_url=shared_gateway(own, settings).url, headers=JSON, timeout=60) as client:
         yield client
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import UpstreamError
@@ -52,10 +52,23 @@ class MessagesWriter(ApiWriter):
     _begun_calls: int = field(default=0, init=False)
     _open: _OpenBlock | None = field(default=None, init=False)
     _blank: str = field(default="", init=False)
+    _refused: bool = field(default=False, init=False)
     _waiting: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict, init=False)  # pieces of later calls
 
     def failed(self, error: dict[str, Any], status: int, request_id: str) -> dict[str, Any]:
         return anthropic_form(error, status, request_id)
+
+    def add(self, delta: Delta) -> None:
+        self.answer.add(self._readable(delta))
+
+    def _readable(self, delta: Delta) -> Delta:
+        """`delta` with a refusal as text, for which the API has no place, and as why the answer ended."""
+        refusal = delta.extra.get("refusal")
+        text = refusal if isinstance(refusal, str) else ""
+        self._refused = self._refused or bool(text)
+        if not self._refused:
+            return delta
+        return replace(delta, text=delta.text + text, finish_reason=delta.finish_reason and "content_filter")
 
     def body(self) -> dict[str, Any]:
         _, choice = self.answer.all()[0]
@@ -74,6 +87,7 @@ class MessagesWriter(ApiWriter):
 
     def chunks(self, delta: Delta) -> Iterator[Event]:
         """The events of one delta. The first is preceded by `message_start`; the last is followed by `message_stop`."""
+        delta = self._readable(delta)
         if not self._begun:
             self._begun = True
             counted = Usage(prompt_tokens=len(delta.prompt.token_ids)) if delta.prompt else Usage()

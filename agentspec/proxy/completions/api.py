@@ -37,7 +37,7 @@ def _parse_completions(fields: Fields, context: RequestContext, history: History
         message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="n")
     whole = replace(first, sampling=replace(first.sampling, n=count))
-    return [request for request, _ in parsed], CompletionWriter(whole, form, per_prompt)
+    return [request for request, _ in parsed], CompletionWriter(whole, form)
 
 
 CHATS = Api(CHAT, _parse_chat)

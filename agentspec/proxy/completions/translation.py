@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
-from agentspec.backends.base import CHAT, RESPONSES
+from agentspec.backends.base import CHAT
 from agentspec.backends.http import Room
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.errors import UpstreamStatusError
@@ -60,11 +59,9 @@ async def chat_deltas(
         async with sending as response:
             if response.status < 400:
                 answer.answered(response.status, response.headers)
-            refused = False
             async with aclosing(backend.deltas(response, room)) as deltas:
                 async for delta in deltas:
-                    refused = refused or (context.api != RESPONSES and bool(_refusal(delta)))
-                    yield _readable(delta, refused=refused)
+                    yield delta
     except UpstreamStatusError as error:
         answer.answered(error.status, error.headers, error.upstream_body)
         error.for_client = not (answer.has_gateway_key or error.own_key)
@@ -77,15 +74,3 @@ def _chat_headers(given: Mapping[str, str]) -> dict[str, str]:
     if key is not None:
         headers.setdefault("authorization", f"Bearer {key}")
     return {name: value for name, value in headers.items() if not name.startswith("anthropic-")}
-
-
-def _readable(delta: Delta, *, refused: bool) -> Delta:
-    """`delta` with a refusal as text, which the Messages API has no place for, and as why the answer ended."""
-    if not refused:
-        return delta
-    return replace(delta, text=delta.text + _refusal(delta), finish_reason=delta.finish_reason and "content_filter")
-
-
-def _refusal(delta: Delta) -> str:
-    refusal: Any = delta.extra.get("refusal")
-    return refusal if isinstance(refusal, str) else ""

@@ -11,10 +11,12 @@ from agentspec.backends.base import MESSAGES
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.anthropic.requests import parse_messages
 from agentspec.protocol.anthropic.responses import MessagesWriter
+from agentspec.protocol.errors import anthropic_error
 from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.responses import ApiWriter
+from agentspec.protocol.wire import named_event
 from agentspec.proxy.api import Api, Fields, History
-from agentspec.proxy.errors import anthropic_error_event
+from agentspec.proxy.errors import ErrorResponse
 from agentspec.proxy.forwarding import Inspector
 from agentspec.proxy.request_context import RequestContext
 from agentspec.reasoning.strategy import Strategy
@@ -30,8 +32,8 @@ class MessagesInspector(Inspector):
         super().__init__()
         self.counts["usage"] = {}
 
-    def failure(self, error: Exception, request_id: str) -> bytes:
-        return anthropic_error_event(error, request_id)
+    def failure(self, error: ErrorResponse, request_id: str) -> bytes:
+        return named_event("error", anthropic_error(error.body, error.status, request_id))
 
     def read_event(self, event: Mapping[str, Any]) -> None:
         kind, message = event.get("type"), event.get("message")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -21,7 +20,6 @@ from agentspec.backends.base import RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import CacheError, InvalidRequestError
-from agentspec.protocol.errors import without_account
 from agentspec.protocol.openai_responses.events import EventWriter
 from agentspec.protocol.openai_responses.items import Item, is_id
 from agentspec.protocol.requests import MAX_MESSAGES
@@ -33,7 +31,7 @@ from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.body.stored_names import refuse_unowned_names
-from agentspec.proxy.errors import error_response
+from agentspec.proxy.errors import ErrorResponse
 from agentspec.proxy.forwarding import Inspector, forward
 from agentspec.proxy.logs import logger
 from agentspec.proxy.request_context import RequestContext, first_lines
@@ -201,9 +199,9 @@ class ResponsesInspector(Inspector):
             self._number = int(numbers[-1])
         super().read(events)
 
-    def failure(self, error: Exception, request_id: str) -> bytes:
+    def failure(self, error: ErrorResponse, request_id: str) -> bytes:
         """The API's `error` event, with the number that comes next."""
-        body = json.loads(without_account(error_response(error, request_id).body))["error"]
+        body = object_in(error.body)["error"]
         event = {"type": "error", "code": body.get("code"), "message": body["message"], "param": body.get("param")}
         return named_event("error", encode({**event, "sequence_number": self._number + 1}))
 

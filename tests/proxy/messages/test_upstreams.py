@@ -43,9 +43,11 @@ def stream(request: Any, events: list[bytes]) -> None:
     request.send(b"".join(events))
 
 
-def test_an_upstream_that_speaks_it_gets_and_gives_the_bytes(gateway: Any, upstream: Any) -> None:
-    answer = b' {"id":"m","usage":{"input_tokens":3,"output_tokens":2}, "odd":1.10}'
-    server = upstream(native(lambda request: request.answer(answer)))
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_an_upstream_with_the_route_gets_and_sends_bytes(gateway: Any, upstream: Any, kind: str) -> None:
+    whole = b' {"id":"m","usage":{"input_tokens":3,"output_tokens":2,"cache_read_input_tokens":1}, "odd":1.10}'
+    answer = whole if kind == "application/json" else b"".join(NATIVE)
+    server = upstream(native(lambda request: request.answer(answer, 200, kind)))
     running = gateway({}, settings(server.url))
     sent = b' {"model":"m","max_tokens":20, "temperature":1.10,"messages":[{"role":"user","content":"https://x.y"}]}'
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "mine"}
@@ -56,15 +58,8 @@ def test_an_upstream_that_speaks_it_gets_and_gives_the_bytes(gateway: Any, upstr
     assert first.body == sent and first.target == f"{PATH}?beta=true"
     assert {name: first.headers[name] for name in headers} == headers
     assert sum(request.body == b"{}" for request in server.requests) == 1  # it is asked once
-    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
-
-
-def test_a_native_stream_passes_byte_for_byte(gateway: Any, upstream: Any) -> None:
-    server = upstream(native(lambda request: stream(request, NATIVE)))
-    running = gateway({}, settings(server.url))
-    assert post(running, {**BODY, "stream": True}).content == b"".join(NATIVE)
-    assert running.metric("agentspec_completion_tokens_total", model="m") == 4
-    assert running.metric("agentspec_prompt_tokens_total", model="m") == 5
+    tokens = [running.metric(f"agentspec_{one}_tokens_total", model="m") for one in ("prompt", "completion")]
+    assert tokens == ([8, 4] if answer is whole else [10, 8])
 
 
 def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstream: Any) -> None:
@@ -73,25 +68,6 @@ def test_the_operators_key_goes_where_the_route_looks_for_it(gateway: Any, upstr
     post(running, **{"x-api-key": "clients"})
     [request] = posted(server)
     assert request.headers["x-api-key"] == "operators" and request.headers["authorization"] == "Bearer operators"
-
-
-def test_what_may_not_reach_an_upstream_is_refused_on_this_route_too(gateway: Any, upstream: Any) -> None:
-    server = upstream(native(lambda request: request.answer(b"{}")))
-    running = gateway({}, settings(server.url))
-    image = {"type": "image", "source": {"type": "url", "url": "http://10.0.0.1/"}}
-    for wrong, param in (
-        ({"api_base": "http://10.0.0.1"}, "api_base"),
-        ({"mcp_servers": [{"type": "url", "url": "http://10.0.0.1"}]}, "mcp_servers"),
-        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0].source.url"),
-        ({"max_tokens": 10**9}, "max_tokens"),
-        ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
-    ):
-        response = post(running, {**BODY, **wrong})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert not posted(server)
-    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"url": "http://10.0.0.1", "api_base": "x"}}
-    assert post(running, {**BODY, "messages": [{"role": "assistant", "content": [call]}]}).status_code == 200
-    assert post(running, {**BODY, "system": [{"type": "text", "text": "http://10.0.0.1"}]}).status_code == 200
 
 
 def test_a_chat_is_asked_for_and_answered_as_a_message(gateway: Any, upstream: Any) -> None:

@@ -9,29 +9,14 @@ import numpy as np
 import openai
 import pytest
 
-from agentspec.backends.base import EMBEDDINGS, Capabilities
 from agentspec.settings.load import Settings, load_settings
 from agentspec.testing import FakeBackend
-
-
-class FakeEncoder(FakeBackend):
-    """Counts letters: one dimension each for `a`, `b` and the rest; a token is a word, of which 8 are read."""
-
-    dimensions = 3
-
-    def __init__(self) -> None:
-        super().__init__(capabilities=Capabilities(context_length=8, routes=(EMBEDDINGS,)))
-
-    async def count_tokens(self, texts: Any) -> list[int]:
-        return [len(text.split()) for text in texts]
-
-    async def embed(self, texts: Any, model: str, tenant: str = "") -> list[list[float]]:
-        return [[text.count("a") / 4, text.count("b") / 4, len(text) / 4] for text in texts]
+from tests.proxy.encoder import CountingEncoder
 
 
 @pytest.fixture(scope="module")
 def url(shared_gateway: Any) -> str:
-    running = shared_gateway({"e": FakeEncoder(), "m": FakeBackend("ok")})
+    running = shared_gateway({"e": CountingEncoder(), "m": FakeBackend("ok")})
     return f"{running.url}/v1"
 
 

@@ -1,4 +1,4 @@
-"""Traces on disk, whoever else uses the folder. What is in them: tests/proxy/test_thinking.py."""
+"""Traces on disk, whoever else uses the folder."""
 
 from __future__ import annotations
 
