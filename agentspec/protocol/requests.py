@@ -46,12 +46,10 @@ EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", **_
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How an answer is written: as a stream or whole, and what it contains besides text.
-
-    `usage` adds the usage as a stream's last chunk. `obfuscation`: chunks are filled up to equal sizes.
+    """What an answer contains next to its text. `usage` is a stream's last chunk; `obfuscation`: chunks are filled up
+    to equal sizes.
     """
 
-    stream: bool = False
     usage: bool = False
     token_ids: bool = False
     obfuscation: bool | None = None
@@ -149,7 +147,7 @@ class GenerationBody(_CommonBody):
         """The fields of `AnswerFormat` that concern streams."""
         options = self.stream_options
         check_stream_options(options, stream=self.stream)
-        return {"stream": self.stream, "usage": options.include_usage, "obfuscation": options.include_obfuscation}
+        return {"usage": options.include_usage, "obfuscation": options.include_obfuscation}
 
 
 def check_stream_options(options: Closed, *, stream: bool) -> None:

@@ -99,11 +99,6 @@ class ApiWriter:
     stored: bool = field(default=False, init=False)
     answer: Accumulator = field(default_factory=Accumulator, init=False)
 
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers that the answer has for its form."""
-        return {}
-
     def add(self, delta: Delta) -> None:
         self.answer.add(delta)
 

@@ -137,11 +137,11 @@ class Sending:
 
         An error before the first delta is raised and gets its own HTTP status; a later one ends a stream with an event.
         """
-        answer, writer, stream = self.answer, self.writer, self.context.stream
-        answer.stream, answer.response_headers = stream, {**answer.response_headers, **writer.headers}
+        writer = self.writer
+        self.answer.stream = self.context.stream
         try:
             async with aclosing(deltas):
-                await (self._send_events(deltas) if stream else self._send_whole(deltas))
+                await (self._send_events(deltas) if self.context.stream else self._send_whole(deltas))
         except InvalidRequestError as error:
             error.param = error.param and writer.own_name(error.param)
             raise

@@ -37,7 +37,7 @@ FOLDER = Path(__file__).parent / "golden"
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 MANY = [{"type": "function", "name": f"f{number}"} for number in range(128)]
-DEFAULTS = (GenerateRequest("m", messages=[USER]), SamplingParams(), AnswerFormat(), MessagesRequest({}))
+DEFAULTS = (GenerateRequest("m", messages=[USER]), SamplingParams(), AnswerFormat(), MessagesRequest())
 
 
 def given(value: Any) -> Any:
@@ -64,7 +64,8 @@ def completion(body: dict[str, Any]) -> Any:
 
 
 def messages(body: dict[str, Any], **limits: bool) -> Any:
-    return given(parse_messages({"model": "m", "max_tokens": 5, "messages": [USER], **body}, **limits))
+    chat, asked = parse_messages({"model": "m", "max_tokens": 5, "messages": [USER], **body}, **limits)
+    return {"chat": given(chat), **given(asked)}
 
 
 def upstream_messages(body: dict[str, Any]) -> Any:
@@ -73,8 +74,7 @@ def upstream_messages(body: dict[str, Any]) -> Any:
 
 def responses(body: dict[str, Any]) -> Any:
     request = parse_responses({"model": "m", "input": "hi", **body})
-    told = {"unenforced": request.unenforced} if request.unenforced else {}
-    return {**given(request.chat), "messages": given(request.messages()), **told}
+    return {**given(request.chat), "messages": given(request.messages())}
 
 
 def upstream_responses(body: dict[str, Any]) -> Any:

@@ -68,21 +68,21 @@ def delta(given: dict[str, Any]) -> Delta:
     return Delta(**made)
 
 
-def writer(api: str, options: dict[str, Any], *, stream: bool) -> ApiWriter:
+def writer(api: str, options: dict[str, Any]) -> ApiWriter:
     if api == "responses":
         return EventWriter(parse_responses({"model": "m", "input": "hi", **options}))
     if api == "messages":
-        return MessagesWriter("m", MessagesRequest({}, stream=stream, **options))
+        return MessagesWriter("m", MessagesRequest(**options))
     prompt: dict[str, Any] = {"messages": []} if api == "chat" else {"text": "p"}
     named = {name: options[name] for name in ("n", "logprobs") if name in options}
-    form = AnswerFormat(**{name: value for name, value in options.items() if name not in named}, stream=stream)
+    form = AnswerFormat(**{name: value for name, value in options.items() if name not in named})
     kind = ChatWriter if api == "chat" else CompletionWriter
     return kind(GenerateRequest("m", **prompt, sampling=SamplingParams(**named)), form)
 
 
 def written(api: str, options: dict[str, Any], deltas: list[Delta]) -> dict[str, Any]:
     """The stream and the whole answer, without ids and times, which the client's types have read."""
-    streaming, writing = (writer(api, options, stream=stream) for stream in (True, False))
+    streaming, writing = (writer(api, options) for _ in range(2))
     stream = [chunk for one in deltas for chunk in streaming.chunks(one)]
     stream += [*streaming.close(), *streaming.last()]
     for one in deltas:
@@ -152,14 +152,14 @@ def test_a_piece_of_a_call_that_ended_or_never_began_is_an_error_of_messages() -
         return Delta(extra={"tool_calls": [{"index": index, "id": f"c{index}", "function": function}]})
 
     for deltas in ([call(0, name="f", arguments="{}"), call(1, name="g"), call(0, arguments="}")], [call(0)]):
-        writer = MessagesWriter("m", MessagesRequest({}, stream=True))
+        writer = MessagesWriter("m", MessagesRequest())
         with pytest.raises(UpstreamError):
             [event for one in deltas for event in writer.chunks(one)]
 
 
 @given(st.lists(st.lists(st.text(max_size=3), max_size=3), min_size=1, max_size=4))
 def test_text_offsets_run_through_the_chunks(words: list[list[str]]) -> None:
-    writing, whole = (writer("completion", {"logprobs": True}, stream=stream) for stream in (True, False))
+    writing, whole = (writer("completion", {"logprobs": True}) for _ in range(2))
     offsets: list[int] = []
     for group in words:
         one = Delta(text="".join(group), logprobs=tuple(TokenLogprob(0, word, -1.0) for word in group))

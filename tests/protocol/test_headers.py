@@ -34,7 +34,7 @@ def test_a_name_that_is_nearly_one_of_ours_is_refused(given: str, near: str) -> 
 
 
 def test_other_names_pass() -> None:
-    ours = "lossy lossless member translated unenforced relayed-tenant tenant backend".split()
+    ours = "lossy lossless member translated relayed-tenant tenant backend".split()
     known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False, prefill=False)]
     policy = StepPolicy(strategy="x", latency_ms_per_token=1, deadline_s=1, priority=1).headers()
     refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "session"])

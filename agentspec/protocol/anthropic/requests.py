@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -89,28 +89,22 @@ class MessagesBody(SamplingFields, Body):
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A request as a chat: `chat` is the body of a chat completion, which may continue the last message (`prefilled`).
+    """What a request asks for that its chat has no field for.
 
     `thoughts`: whether the answer may show the model's thoughts; with `omitted` only that there were some.
-    `thinking_budget`: the most tokens of thoughts, which chats have no field for. `names`: what the tools are called
-    in the chat, where it limits names.
+    `prefilled`: the chat continues its last message. `thinking_budget`: the most tokens of thoughts. `names`: what the
+    tools are called in the chat, where it limits names.
     """
 
-    chat: dict[str, Any]
-    stream: bool = False
     thoughts: bool = True
     omitted: bool = False
     prefilled: bool = False
     thinking_budget: int | None = None
     names: ToolNames = field(default_factory=ToolNames)
 
-    def bare(self) -> MessagesRequest:
-        """The same without the chat, which a long conversation fills and an answer does not need."""
-        return replace(self, chat={})
 
-
-def parse_messages(body: Mapping[str, Any], *, templated: bool = True) -> MessagesRequest:
-    """Read a request.
+def parse_messages(body: Mapping[str, Any], *, templated: bool = True) -> tuple[dict[str, Any], MessagesRequest]:
+    """Read a request as the body of a chat completion, and what that has no field for.
 
     `templated`: a chat template writes the prompt, which may know earlier thoughts and whether to think, and takes any
     name of a tool. Raises `InvalidRequestError` with `param` for a field that is wrong or cannot be honoured.
@@ -134,10 +128,8 @@ def parse_messages(body: Mapping[str, Any], *, templated: bool = True) -> Messag
     if templated and fields.thinking is not None:  # as templates that know it read it, unless the client says otherwise
         own = fields.chat_template_kwargs or {}
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled", **own}
-    return MessagesRequest(
-        chat,
+    return chat, MessagesRequest(
         names=ToolNames() if templated else _limited_names(chat),
-        stream=fields.stream,
         thoughts=thinking.type != "disabled",
         omitted=thinking.display == "omitted",
         prefilled=prefilled,

@@ -156,8 +156,6 @@ class CustomCallItem(CallItem):
         return {"input": input_of(self.written)}
 
 
-UNENFORCED = "x-agentspec-unenforced"
-"""Header that names fields which only the prompt asks for: forms of tools' inputs that nothing enforces."""
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "cancelled": None}
 
 
@@ -184,11 +182,6 @@ class EventWriter(ApiWriter):
 
     def __post_init__(self) -> None:
         self.obfuscated = bool(self.request.obfuscation)
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        unenforced = self.request.unenforced
-        return {UNENFORCED: ", ".join(unenforced)} if unenforced else {}
 
     def add(self, delta: Delta) -> None:
         for _ in self.chunks(delta):

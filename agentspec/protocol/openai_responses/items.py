@@ -226,8 +226,7 @@ _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 class ClientTool:
     """A tool as its client names it, and what its function in a chat has besides a name.
 
-    `param` is its path in the request; `about` says what its namespace is for. `enforced` is False if the model only
-    reads which form its input has.
+    `param` is its path in the request; `about` says what its namespace is for.
     """
 
     param: str
@@ -236,7 +235,6 @@ class ClientTool:
     kind: Literal["function", "custom"] = "function"
     namespace: str | None = None
     about: str | None = None
-    enforced: bool = True
 
     @property
     def key(self) -> Key:
@@ -273,10 +271,9 @@ class _CustomTool(_ToolObject):
 
     def declared(self, param: str) -> Iterator[ClientTool]:
         form, described = self.format, "The whole input of this tool, as text."
-        free = form.type == "text"
-        if not (free or form.definition):
-            raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
-        if not free:
+        if form.type == "grammar":
+            if not form.definition:
+                raise InvalidRequestError(f"{param}.format.definition is missing", param=f"{param}.format.definition")
             described += f" It fits this {_SYNTAXES[form.syntax]}:\n{form.definition}"
         parameters = {
             "type": "object",
@@ -285,7 +282,7 @@ class _CustomTool(_ToolObject):
             "additionalProperties": False,
         }
         function = {**self.given("description"), "parameters": parameters}
-        yield ClientTool(param, self.name, function, "custom", enforced=free)
+        yield ClientTool(param, self.name, function, "custom")
 
 
 _TOOLS: dict[str, type[_ToolObject]] = {"function": _FunctionTool, "custom": _CustomTool}

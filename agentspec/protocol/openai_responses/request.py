@@ -240,7 +240,6 @@ class ResponsesRequest:
     names: ToolNames
     instructions: str | None
     previous: str | None
-    stream: bool
     store: bool
     obfuscation: bool | None
 
@@ -253,11 +252,6 @@ class ResponsesRequest:
         if not (messages := made.finish()):
             raise InvalidRequestError("input must hold at least one item", param="input")
         return messages
-
-    @property
-    def unenforced(self) -> list[str]:
-        """The fields for forms that are described to the model and not enforced."""
-        return [f"{tool.param}.format" for tool in self.tools if not tool.enforced]
 
     def own_name(self, param: str) -> str:
         """The name in this request of the field that its chat calls `param`; all of its messages are the `input`."""
@@ -305,7 +299,6 @@ def parse_responses(body: Mapping[str, Any], history: Sequence[Item] = ()) -> Re
         names=names,
         instructions=fields.instructions,
         previous=fields.previous_response_id,
-        stream=fields.stream,
         store=fields.store,
         obfuscation=fields.stream_options.include_obfuscation,
     )

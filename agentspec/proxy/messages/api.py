@@ -46,20 +46,19 @@ class MessagesInspector(Inspector):
 
 
 def _parse(fields: Fields, context: RequestContext, history: History) -> tuple[Sequence[GenerateRequest], ApiWriter]:
-    parsed = parse_messages(fields)
-    request, _ = parse_chat(parsed.chat, max_messages=len(parsed.chat["messages"]))
-    if parsed.stream and not isinstance(context.route.backend, Strategy):  # its prompt is counted first
-        request = replace(request, return_prompt=True)
-    writer = MessagesWriter(request.model, parsed.bare())
-    return [replace(request, thinking_budget=parsed.thinking_budget)], writer
+    chat, asked = parse_messages(fields)
+    request, _ = parse_chat(chat, max_messages=len(chat["messages"]))
+    counted = context.stream and not isinstance(context.route.backend, Strategy)  # a stream begins with a count
+    request = replace(request, return_prompt=counted, thinking_budget=asked.thinking_budget)
+    return [request], MessagesWriter(request.model, asked)
 
 
 def _translate(fields: Fields, context: RequestContext, history: History, templated: bool) -> tuple[Fields, ApiWriter]:
-    parsed = parse_messages(fields, templated=templated)
-    if parsed.prefilled and not templated:
+    chat, asked = parse_messages(fields, templated=templated)
+    if asked.prefilled and not templated:
         message = "the last message must not be the assistant's: this upstream continues no message"
         raise InvalidRequestError(message, param="messages")
-    return parsed.chat, MessagesWriter(fields["model"], parsed.bare())
+    return chat, MessagesWriter(fields["model"], asked)
 
 
 ANTHROPIC = Api(MESSAGES, _parse, _translate, MessagesInspector)
