@@ -259,8 +259,8 @@ class GenerateRequest:
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
     `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
     keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
-    With `share=False` the local engine lets only requests of the same session draft from what it generates, for one
-    part of an answer that `TorchBackend.record` gets as a whole.
+    With `share=False` only requests of the same session are drafted from what it generates, for one part of an answer
+    that `TorchBackend.record` gets as a whole.
     `thinking_budget` is the most tokens of thoughts; local models and delegating strategies can keep to it.
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
     target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the

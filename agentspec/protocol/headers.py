@@ -47,9 +47,9 @@ def read_switch(headers: Mapping[str, str], name: str) -> bool:
     return value == "on"
 
 
-def switched_off(*, store: bool, speculation: bool) -> tuple[str, ...]:
+def switched_off(**switches: bool) -> tuple[str, ...]:
     """The names of the switches that are off for a request."""
-    return tuple(name for name, on in (("store", store), ("speculation", speculation)) if not on)
+    return tuple(name for name, on in switches.items() if not on)
 
 
 def read_policy(headers: Mapping[str, str]) -> StepPolicy:

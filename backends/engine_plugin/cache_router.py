@@ -9,11 +9,13 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestState
+from agentspec.backends.engine_plugin.request_state import Deletions, PrivateCache, RequestCache, RequestState
+from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import without_password
@@ -22,6 +24,9 @@ from agentspec.errors import ConfigurationError
 from agentspec.types import Namespace
 
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # keys that do not identify a model
+_TOKENIZERS = "tokenizer.json tekken.json tokenizer.model tiktoken.model qwen.tiktoken vocab.json vocab.txt".split()
+_ADAPTERS = "adapter_config.json adapter_model.safetensors adapter_model.bin adapter_model.pt".split()
+_SHOWN = 50  # tenants that metrics name; the others, in the order of the settings, are one
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +51,21 @@ def open_router(settings: DrafterSettings, model: Any) -> CacheRouter:
         chosen.memory_bytes.human_readable(),
         settings.tenant,
     )
-    return CacheRouter(cache, settings, lambda tenant: namespace_of(model, tenant), decode)
+    router = CacheRouter(cache, settings, lambda tenant: namespace_of(model, tenant, settings.namespace), decode)
+    _open.append(router)
+    return router
+
+
+_open: list[CacheRouter] = []
+
+
+def forget(**conditions: Any) -> int:
+    """`SuffixCache.forget` for all servers of this process, of which most have one or none."""
+    return sum(router.forget(**conditions) for router in _open)
 
 
 class CacheRouter:
-    """Chooses the namespace of the cache in which each request is kept."""
+    """Chooses the namespace of the cache in which each request is kept. `forget` is `SuffixCache.forget`."""
 
     def __init__(
         self,
@@ -62,8 +77,11 @@ class CacheRouter:
         self._cache = cache
         self._settings = settings
         self._decode = decode
-        tenants = {settings.tenant, *settings.salts.values()}
+        self.forget = cache.forget
+        cache.on_forget(Deletions.note)
+        tenants = dict.fromkeys((settings.tenant, *settings.salts.values()))
         self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
+        self._shown = frozenset(list(tenants)[:_SHOWN])
 
     def open(self, state: RequestState, prompt: Tokens) -> RequestCache:
         """Open a request's cache in its tenant's namespace, or a private cache if its salt is not configured."""
@@ -71,45 +89,67 @@ class CacheRouter:
         if request.salt is not None and request.salt not in salts:
             return PrivateCache(prompt)
         tenant = self._settings.tenant if request.salt is None else salts[request.salt]
+        state.tenant = tenant if tenant in self._shown else "other"
+        metric("cache_bytes").set(sum(self._cache.tenant_bytes().values()))
         return self._cache.request(
             prompt,
-            namespace=of_adapter(self._namespaces[tenant], request.adapter),
+            namespace=of_adapter(self._namespaces[tenant], request.adapter, request.adapter_path),
             session=request.labels.session,
             store=self._settings.cache.store and request.store,
+            share=request.share,
             decode=self._decode,
         )
 
-    def close(self) -> None:
-        self._cache.close()
+    def close(self, hung: bool = False) -> None:
+        """Close the cache; leave it behind, without waiting for anything, if it hangs."""
+        if self in _open:
+            _open.remove(self)
+        self._cache.leave_behind("it did not answer when the server ended") if hung else self._cache.close()
 
 
-def namespace_of(model: Any, tenant: str) -> Namespace:
-    """The namespace of an engine's model. Replicas that serve the same files from different folders share it."""
+def namespace_of(model: Any, tenant: str, name: str = "") -> Namespace:
+    """The namespace of an engine's model. Replicas that serve the same files from different folders share it, and so do
+    models with the same tokenizer that the operator gives one `name`.
+    """
     described = {key: value for key, value in model.hf_config.to_dict().items() if key not in _INCIDENTAL}
-    fingerprint = json.dumps(described, sort_keys=True, default=str)
+    fingerprint = name or json.dumps(described, sort_keys=True, default=str)
     return Namespace(tenant, _hash(fingerprint.encode()), _hash(_tokenizer_bytes(model)))
 
 
-def of_adapter(namespace: Namespace, adapter: str) -> Namespace:
-    """The namespace of the model with a LoRA adapter; `namespace` itself without an adapter."""
+def of_adapter(namespace: Namespace, adapter: str, path: str) -> Namespace:
+    """The namespace of the model with a LoRA adapter; `namespace` itself without an adapter. Adapters of the same
+    content in `path` are one, others one by name and path.
+    """
     if not adapter:
         return namespace
-    return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{adapter}".encode()))
+    files = [file for name in _ADAPTERS if (file := Path(path, name)).is_file()] if path else []
+    versions = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    content = _contents(versions) if len(files) > 1 else f"{adapter}\0{path}"
+    return replace(namespace, model_fingerprint=_hash(f"{namespace.model_fingerprint}\0{content}".encode()))
+
+
+@lru_cache(maxsize=1024)
+def _contents(versions: tuple[tuple[Path, int, int], ...]) -> str:
+    """A hash of the files. It takes a second for a gigabyte, in the recorder's thread."""
+    found = hashlib.sha256()
+    for file, _, _ in versions:
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()
 
 
 def _tokenizer_bytes(model: Any) -> bytes:
     """The content of the tokenizer's file; its name and revision if there is no local file."""
-    file = Path(model.tokenizer) / "tokenizer.json"
-    if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
+    folder = Path(model.tokenizer)
+    for name in _TOKENIZERS:
+        found: Any = folder / name
+        if not folder.exists():
+            from huggingface_hub import try_to_load_from_cache
 
-        cached = None
-        if not Path(model.tokenizer).exists():
-            cached = try_to_load_from_cache(model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision)
-        if not isinstance(cached, str):
-            return f"{model.tokenizer}@{model.tokenizer_revision}".encode()
-        file = Path(cached)
-    return file.read_bytes()
+            found = try_to_load_from_cache(model.tokenizer, name, revision=model.tokenizer_revision)
+        if isinstance(found, str | Path) and Path(found).is_file():
+            return Path(found).read_bytes()
+    return f"{model.tokenizer}@{model.tokenizer_revision}".encode()
 
 
 def _hash(data: bytes) -> str:

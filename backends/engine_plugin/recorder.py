@@ -9,12 +9,13 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats
+from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats, metric
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
@@ -49,23 +50,25 @@ class CacheRecorder:
         self._held: list[_Asked] = []
         self._holds = False
         self._waiting = 0
+        self._groups: dict[tuple[str | None, str, str], list[RequestState]] = {}
         self._lock = threading.Lock()
         self._failures = FailureLog(logger, "a request goes on without the token cache")
-        self.dropped = 0  # requests without a cache because too many tokens were waiting
         self._thread = threading.Thread(target=self._work, name="agentspec-recorder", daemon=True)
         self._thread.start()
 
     def begin(self, state: RequestState, prompt: Tokens) -> None:
         """Open the request's cache. The request gets no cache if too many tokens are waiting already."""
         if self._waiting + len(prompt) > WAITING_TOKENS:
-            self.dropped += 1
+            state.recorded = False
             state.ready.set()
+            metric("dropped_requests").inc()
             return
         self._put(self._begin, state, prompt, tokens=len(prompt), at_once=True)
 
     def extend(self, updates: Sequence[OutputUpdate]) -> None:
         """Record the new tokens of all outputs in a round."""
-        self._put(self._extend, updates, tokens=sum(len(update.tokens) for update in updates))
+        if wanted := [update for update in updates if update.state.recorded]:
+            self._put(self._extend, wanted, tokens=sum(len(update.tokens) for update in wanted))
 
     def end(self, state: RequestState, ending: Ending) -> None:
         """Close the request's cache. What was aborted is not stored, and only a stop token says how outputs end."""
@@ -93,17 +96,22 @@ class CacheRecorder:
         self._put(done.set)
         return done.wait(timeout)
 
-    def close(self) -> None:
-        """Carry out all calls so far, in at most `CLOSE_SECONDS`, then stop the thread. Idempotent."""
+    def close(self, finish: Callable[[bool], None]) -> None:
+        """Carry out all calls so far and `finish(False)`, then stop the thread. Idempotent. If that takes longer than
+        `CLOSE_SECONDS`, the cache hangs: `finish(True)` must leave it without waiting.
+        """
         self._release()
+        self._put(finish, False)
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("agentspec: the last outputs were not recorded within %.0f s", CLOSE_SECONDS)
+            finish(True)
 
     def _put(self, act: Callable[..., None], *args: object, tokens: int = 0, at_once: bool = False) -> None:
         with self._lock:
             self._waiting += tokens
+            metric("queued_tokens").set(self._waiting)
         if self._holds and not at_once:
             self._held.append((act, args, tokens))
         else:
@@ -126,14 +134,21 @@ class CacheRecorder:
             act(*args)
         with self._lock:
             self._waiting -= tokens
+            metric("queued_tokens").set(self._waiting)
 
     def _begin(self, state: RequestState, prompt: Tokens) -> None:
         with self._failures.caught():
             state.cache = self._open(state, prompt)
+            if state.request.group:
+                state.group = self._groups.setdefault(_group(state.request), [])
+                state.group.append(state)
         state.ready.set()
 
     def _extend(self, updates: Sequence[OutputUpdate]) -> None:
+        counts: Counter[tuple[str, str, str]] = Counter()
         for state, tokens, drafted, accepted in updates:
+            counts["draft_tokens", state.source, state.tenant] += drafted
+            counts["accepted_tokens", state.source, state.tenant] += accepted
             cache = state.cache
             if cache is None:
                 continue
@@ -144,12 +159,23 @@ class CacheRecorder:
             except Exception as error:
                 self._failures.report(error)
                 self._end(state, Ending.ABORTED)
+        for (name, *labels), count in counts.items():
+            metric(name).labels(*labels).inc(count)
 
     def _end(self, state: RequestState, ending: Ending) -> None:
+        if state in state.group:
+            state.group.remove(state)
+            if not state.group:
+                del self._groups[_group(state.request)]
         cache, state.cache = state.cache, None
         if cache is not None:
             with self._failures.caught():
                 cache.abandon() if ending is Ending.ABORTED else cache.close(ended=ending is Ending.STOPPED)
+
+
+def _group(request: RequestInfo) -> tuple[str | None, str, str]:
+    """What the requests of a group have in common: no other tenant's are among them."""
+    return request.salt, request.adapter, request.group
 
 
 def wait_ready(states: Sequence[RequestState], seconds: float) -> None:
@@ -168,8 +194,10 @@ class RecordingDrafter:
     recording of an output or for evictions.
     """
 
-    def __init__(self, open_cache: Open, vocabulary: int, *, on_close: Callable[[], None] = lambda: None) -> None:
-        """`open_cache` decides where each request's output is kept."""
+    def __init__(
+        self, open_cache: Open, vocabulary: int, *, on_close: Callable[[bool], None] = lambda hung: None
+    ) -> None:
+        """`open_cache` decides where each request's output is kept; `on_close` is `finish` of `CacheRecorder.close`."""
         self._recorder = CacheRecorder(open_cache)
         self._vocabulary = vocabulary
         self._on_close = on_close
@@ -192,5 +220,4 @@ class RecordingDrafter:
 
     def close(self) -> None:
         """Record everything so far, then stop. Idempotent."""
-        self._recorder.close()
-        self._on_close()
+        self._recorder.close(self._on_close)

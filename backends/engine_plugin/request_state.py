@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,7 @@ LATENCY = "agentspec_latency_ms_per_token"
 """The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 MOST_PREDICTED = 16384  # tokens of a prediction that are followed
+GROUP_SEARCHED = 5  # requests of a group, the oldest that are open, whose outputs are searched
 
 
 class RequestCache(Protocol):
@@ -99,32 +100,34 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the server knows of a request: labels, tenant salt, LoRA adapter, stop tokens, the output's length limit,
-    the tokens of the answer that its client predicts, the time per token that its answer should keep, whether its
-    output may be stored, whether drafts are made for it, and whether it may end at a stop string.
+    """What the server knows of a request. Requests with the same `group`, salt and adapter, such as the samples of one
+    prompt, draft from each other's open outputs.
     """
 
     labels: Labels = field(default_factory=Labels)
     salt: str | None = None
     adapter: str = ""
+    adapter_path: str = ""
     stops: frozenset[int] = frozenset()
     max_tokens: int | None = None  # of output
-    prediction: tuple[int, ...] = ()
+    stop_strings: bool = False  # whether the output may end at one
+    prediction: tuple[int, ...] = ()  # tokens of the answer, as its client predicts it
     seconds_per_token: float | None = None
     store: bool = True
+    share: bool = True  # else only the session keeps the output, and nothing is written
     speculation: bool = True
-    stop_strings: bool = False
+    group: str = ""
 
 
-def switch_in(fields: Mapping[str, object], name: str) -> bool:
-    """A switch that a client sends as `agentspec_store` or `agentspec_speculation`. What cannot be read is off."""
-    return fields.get(f"agentspec_{name}", "on") == "on"
-
-
-def labels_in(fields: Mapping[str, object]) -> Labels:
-    """The labels that a client sends among an engine's own fields for extensions, as `agentspec_session` and so on."""
-    names = (fields.get(f"agentspec_{label}") for label in ("session", "workflow", "step"))
-    return Labels(*(name if isinstance(name, str) else None for name in names))
+def client_fields(sent: Mapping[str, object]) -> dict[str, Any]:
+    """The fields of `RequestInfo` that a client sends among an engine's fields for extensions, as `agentspec_session`
+    and so on. A switch that cannot be read is off; other values that cannot be are left out.
+    """
+    names = [sent.get(f"agentspec_{label}") for label in ("session", "workflow", "step", "group")]
+    *labels, group = (name if isinstance(name, str) else None for name in names)
+    switches = {name: sent.get(f"agentspec_{name}", "on") == "on" for name in ("store", "share", "speculation")}
+    read = {"prediction": prediction_in(sent), "seconds_per_token": seconds_per_token_in(sent)}
+    return {"labels": Labels(*labels), "group": group or "", **switches, **read}
 
 
 def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
@@ -147,12 +150,22 @@ def seconds_per_token_in(fields: Mapping[str, object]) -> float | None:
     return max(1e-9, given / 1000.0)
 
 
+class Deletions:
+    """Counts the deletions from all caches of this process."""
+
+    count = 0
+
+    @classmethod
+    def note(cls, scope: object) -> None:
+        cls.count += 1
+
+
 class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "asked cache chain finished latency length output_length predicted prompt_length ready request stats stopped"
-        " tree"
+        "asked cache chain deletions finished group latency length output_length predicted prompt_length ready recorded"
+        " request source stats stopped tenant tree"
     ).split()
 
     def __init__(self, length: int, request: RequestInfo) -> None:
@@ -163,6 +176,10 @@ class RequestState:
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
         self.cache: RequestCache | None = None
         self.ready = threading.Event()  # set also if opening the cache failed
+        self.recorded = True  # its output goes to the cache
+        self.group: list[RequestState] = []  # the open requests of its group
+        self.deletions = Deletions.count
+        self.tenant, self.source = "private", "cache"  # by which drafts are counted
         self.chain = Chain()  # for engines that verify chains
         self.tree = EMPTY_TREE  # the last draft, for engines that verify trees
         self.asked = False
@@ -211,6 +228,20 @@ class RequestState:
     def drafts(self) -> bool:
         """Whether drafts are made for the request."""
         return self.request.speculation and not self.finished
+
+    def lost_text(self) -> bool:
+        """Whether text was deleted since the last call, which may be among what was found to follow."""
+        before, self.deletions = self.deletions, Deletions.count
+        return before != self.deletions
+
+    @property
+    def indexes(self) -> list[Sourced]:
+        """What drafts come from: its cache's indexes, and the sessions of the first requests of its group."""
+        found = [] if (cache := self.cache) is None else cache.indexes
+        for other in self.group[:GROUP_SEARCHED]:
+            if other is not self and (theirs := other.cache) is not None:
+                found = found + [one for one in theirs.indexes if one[1] == Source.SESSION]
+        return found
 
     def required_tokens(self, now: float, step_seconds: float) -> float:
         """How many tokens a step of `step_seconds`, begun `now`, must add to keep the latency goal; 0 without one."""

@@ -1,41 +1,63 @@
 """What the drafters of all engines do each round: search for all requests in the time that there is, count and log it,
 and keep failures of our code away from the engine that it runs in.
 
-The process that drafts is not the one that serves the metrics: the counter is seen where Prometheus's client collects
-those of several processes (PROMETHEUS_MULTIPROC_DIR).
+The process that drafts is not the one that serves the metrics: they are seen where Prometheus's client collects those
+of several processes (PROMETHEUS_MULTIPROC_DIR).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from time import monotonic, perf_counter
+from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Draft
 
 LOG_SECONDS = 10.0  # the interval at which vLLM logs its own figures
+FAILURE_SECONDS = 60.0  # between two warnings of the same kind
+_METRICS: dict[str, tuple[type[Counter | Gauge], str, tuple[str, ...]]] = {
+    "searches": (Counter, "Searches for drafts, done or missed for want of time", ("outcome",)),
+    "seconds": (Counter, "Seconds of the engine's thread spent on drafting", ()),
+    "empty_rows": (Counter, "Requests in rounds that got no draft", ()),
+    "draft_tokens": (Counter, "Tokens drafted", ("source", "tenant")),
+    "accepted_tokens": (Counter, "Drafted tokens that were accepted", ("source", "tenant")),
+    "failures": (Counter, "Failures, by what each of them costs", ("cost",)),
+    "dropped_requests": (Counter, "Requests without a cache because too many tokens waited to be recorded", ()),
+    "queued_tokens": (Gauge, "Tokens that wait to be recorded", ()),
+    "cache_bytes": (Gauge, "Bytes of the cache in memory", ()),
+}
 
 logger = logging.getLogger(__name__)
 
 
+@cache
+def metric(name: str) -> Any:
+    """The counter or gauge `agentspec_drafter_NAME` of the table. Gauges of several processes are added up."""
+    kind, text, labels = _METRICS[name]
+    options: Any = {"multiprocess_mode": "livesum"} if kind is Gauge else {}
+    return kind(f"agentspec_drafter_{name}", text, labels, **options)
+
+
 class FailureLog:
-    """Warns that something failed and what that costs: of the first failure, the tenth, the hundredth and so on."""
+    """Counts failures, and warns of them and of what they cost, at most once in `FAILURE_SECONDS`."""
 
     def __init__(self, logger: logging.Logger, cost: str) -> None:
         self._logger, self._cost = logger, cost
-        self.failures = 0
+        self._failures, self._due = 0, 0.0
 
     def report(self, error: Exception) -> None:
-        self.failures += 1
-        level = logging.WARNING if re.fullmatch("10*", str(self.failures)) else logging.DEBUG
-        self._logger.log(level, "agentspec: %s (failure %d): %s", self._cost, self.failures, safe_message(error))
+        self._failures += 1
+        metric("failures").labels(self._cost).inc()
+        if monotonic() >= self._due:
+            self._due = monotonic() + FAILURE_SECONDS
+            self._logger.warning("agentspec: %s (failure %d): %s", self._cost, self._failures, safe_message(error))
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -57,18 +79,21 @@ class RoundStats:
         self._drafted = 0
         self._logged = monotonic()
 
-    def add(self, seconds: float, drafted: int) -> None:
+    def add(self, seconds: float, drafted: Sequence[int]) -> None:
+        """Count a round that took so long and drafted so many tokens for each request."""
         self.last_seconds = seconds
         self._seconds.append(seconds)
-        self._drafted += drafted
+        self._drafted += sum(drafted)
+        metric("seconds").inc(seconds)
+        metric("empty_rows").inc(drafted.count(0))
         if monotonic() - self._logged >= LOG_SECONDS:
             self.log()
 
     def searched(self, count: int, missed: int) -> None:
         """Count the searches of a round, and those of them that had no time."""
         self._missed += missed
-        _searches().labels("done").inc(count - missed)
-        _searches().labels("missed").inc(missed)
+        metric("searches").labels("done").inc(count - missed)
+        metric("searches").labels("missed").inc(missed)
 
     def log(self) -> None:
         """Log the counts since the last call, and reset them."""
@@ -86,11 +111,6 @@ class RoundStats:
             )
         self._logged = monotonic()
         self._seconds, self._drafted, self.accepted, self._missed = [], 0, 0, 0
-
-
-@cache
-def _searches() -> Counter:
-    return Counter("agentspec_drafter_searches", "Searches for drafts, done or missed for want of time", ["outcome"])
 
 
 class SearchOrder:

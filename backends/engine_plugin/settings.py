@@ -25,6 +25,7 @@ class DrafterSettings(SettingsModel):
     """Read with `read_settings`."""
 
     tenant: str = Field(default="default", min_length=1, description="Whom the server belongs to; `AGENTSPEC_TENANT`")
+    namespace: str = Field(default="", description="Names the model, for all servers of it; `AGENTSPEC_NAMESPACE`")
     salts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_<engine>_SALTS`"
     )
@@ -43,8 +44,9 @@ def enabled(engine: str, environment: Mapping[str, str] = os.environ, *, default
 def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> DrafterSettings:
     """The settings. Raises `ConfigurationError`, naming the variable, for an invalid value."""
     values: dict[str, Any] = {"cache": _cache(environment)}
-    if tenant := environment.get(f"{PREFIX}TENANT"):
-        values["tenant"] = tenant
+    for key in ("tenant", "namespace"):
+        if given := environment.get(f"{PREFIX}{key.upper()}"):
+            values[key] = given
     if salts := environment.get(name := f"{PREFIX}{engine}_SALTS"):
         values["salts"] = _json(name, salts)
         if not isinstance(values["salts"], dict):

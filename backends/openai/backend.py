@@ -60,7 +60,7 @@ class OpenAIBackend(Upstream):
             body[PRIORITY] = request.priority
         goal = request.latency_target_ms_per_token
         asked = body if goal is None else body | {GOAL: goal}
-        off = switched_off(store=request.store, speculation=request.speculation)
+        off = switched_off(store=request.store, share=request.share, speculation=request.speculation)
         body |= await self.body_fields(path, request.tenant, request.labels, asked, off)
         labels = self._own_labels(request.tenant, request.labels)
         headers = {

@@ -63,7 +63,7 @@ def takes_switches(kind: str | None, path: str) -> bool:
 
 
 def switch_fields(kind: ServerKind | None, path: str, off: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The field that carries to our drafter what is `off`: `store`, `speculation`."""
+    """The field that carries to our drafter what is `off`: `store`, `share`, `speculation`."""
     if kind is None or not takes_switches(kind, path):
         return {}
     return _added(_SWITCHES[kind][0], {f"agentspec_{name}": "off" for name in off}, given)

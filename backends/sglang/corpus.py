@@ -20,9 +20,7 @@ from agentspec.backends.engine_plugin.request_state import (
     RequestInfo,
     RequestState,
     TokenTree,
-    labels_in,
-    prediction_in,
-    switch_in,
+    client_fields,
 )
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.sglang.drafting import Int64s, TreeDrafter, TreeTurn, to_arrays
@@ -267,16 +265,11 @@ def request_info(req: Any) -> RequestInfo:
     """What the drafter needs to know of SGLang's `Req`: labels, salt, adapter and prediction."""
     given = req.sampling_params.custom_params
     custom = given if isinstance(given, dict) else {}
-    labels = labels_in(custom)
+    sent = client_fields(custom)
+    labels = sent["labels"]
     session = labels.session or req.session_id or (req.session.session_id if req.session is not None else None)
-    return RequestInfo(
-        replace(labels, session=session),
-        _salt(req),
-        req.lora_id or "",
-        prediction=prediction_in(custom),
-        store=switch_in(custom, "store"),
-        speculation=switch_in(custom, "speculation"),
-    )
+    sent["labels"] = replace(labels, session=session)
+    return RequestInfo(salt=_salt(req), adapter=req.lora_id or "", **sent)
 
 
 def _ending(reason: Mapping[str, Any], tokens: int) -> Ending:

@@ -74,7 +74,7 @@ class TreeDrafter(RecordingDrafter):
     """Drafts token trees for the requests of a server."""
 
     def __init__(
-        self, open_cache: Open, vocabulary: int, *, shared: Sequence[Sourced] = (), on_close: Callable[[], None]
+        self, open_cache: Open, vocabulary: int, *, shared: Sequence[Sourced] = (), on_close: Callable[[bool], None]
     ) -> None:
         """`shared` are indexes that every request is drafted from in addition to its own."""
         super().__init__(open_cache, vocabulary, on_close=on_close)
@@ -100,7 +100,7 @@ class TreeDrafter(RecordingDrafter):
             trees = [EMPTY_TREE for _ in turns]
         for turn, tree in zip(turns, trees, strict=True):
             turn.state.tree = tree
-        self.stats.add(perf_counter() - started, sum(len(tree.tokens) for tree in trees))
+        self.stats.add(perf_counter() - started, [len(tree.tokens) for tree in trees])
         return trees
 
     def _learn(self, turns: Sequence[TreeTurn]) -> None:
@@ -118,6 +118,8 @@ class TreeDrafter(RecordingDrafter):
     def _search(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
         trees = [chain(turn.state.from_prediction(nodes)) for turn in turns]
         jobs = [None if tree.tokens else self._job(turn, nodes) for turn, tree in zip(turns, trees, strict=True)]
+        for turn, tree in zip(turns, trees, strict=True):
+            turn.state.source = "prediction" if tree.tokens else "cache"
         for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
             if draft is not None:
                 trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
@@ -129,4 +131,4 @@ class TreeDrafter(RecordingDrafter):
         cache = state.cache  # the recorder may take it away meanwhile
         if cache is None or not state.drafts:
             return None
-        return cache.drafter, [*cache.indexes, *self._shared], turn.context, nodes, 0.0, False
+        return cache.drafter, [*state.indexes, *self._shared], turn.context, nodes, 0.0, False

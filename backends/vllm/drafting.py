@@ -46,7 +46,7 @@ class ServerDrafter(RecordingDrafter):
         open_cache: Open,
         vocab_size: int,
         *,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[bool], None] = lambda hung: None,
         padding: Callable[[], ChainPadding | None] = lambda: None,
     ) -> None:
         """`padding` is asked once, in the first round."""
@@ -90,7 +90,7 @@ class ServerDrafter(RecordingDrafter):
             self._recorder.run(learn)
         self._later.clear()
         self._last, self._last_end = [turn.state for turn in turns], perf_counter()
-        self.stats.add(self._last_end - started, sum(map(len, chains)))
+        self.stats.add(self._last_end - started, [len(chain) for chain in chains])
         return chains
 
     def _learn(self, turns: Sequence[DraftTurn], now: float, computed: int | None) -> None:
@@ -183,14 +183,17 @@ class ServerDrafter(RecordingDrafter):
         """
         state, _, context, limit = turn
         cache, predicted, factor = state.cache, state.from_prediction(limit), state.factor
+        if state.lost_text():
+            state.chain.clear()
         nothing = cache is None and not predicted
         if nothing or not state.drafts or limit <= 0 or not state.stats.ask():
             state.asked = False
             state.chain.clear()
             return ChainTurn(state.chain, None, (), context, 0, factor)
         state.asked = True
+        state.source = "prediction" if predicted else "cache"
         if predicted:
             state.chain.replace(predicted, state.confidence(len(predicted)))
         elif cache is not None and not state.is_certain(math.ceil(min(limit, max(1.0, required - 1.0)))):
-            return ChainTurn(state.chain, cache.drafter, cache.indexes, context, limit, factor, required)
+            return ChainTurn(state.chain, cache.drafter, state.indexes, context, limit, factor, required)
         return ChainTurn(state.chain, None, (), context, limit, factor, required)

@@ -44,6 +44,7 @@ REQUIREMENTS = (
     Requirement("vllm.v1.worker.gpu_model_runner", "SuffixDecodingProposer"),
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("drafter", "input_batch")),
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
+    Requirement("vllm.v1.worker.worker_base", "WorkerBase"),
     Requirement("vllm.v1.request", "Request", ("cache_salt",)),
     Requirement(
         "vllm.sampling_params", "SamplingParams", ("extra_args", "eos_token_id", "stop", "stop_token_ids", "max_tokens")

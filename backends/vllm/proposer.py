@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
-from agentspec.backends.engine_plugin.request_state import (
-    RequestInfo,
-    RequestState,
-    labels_in,
-    prediction_in,
-    seconds_per_token_in,
-    switch_in,
-)
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget, open_router
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, client_fields
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
@@ -33,6 +27,7 @@ SALT = "agentspec_cache_salt"
 """Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
 _UNKNOWN = "?"  # a salt that belongs to no tenant
+_SAMPLE = re.compile(r"\d+_")  # vLLM writes the number of a sample (`n`) before the id of its request
 
 
 def drafts_here(config: Any) -> bool:
@@ -158,25 +153,32 @@ def request_info(new: Any) -> RequestInfo:
     """The fields of a `NewRequestData` that the drafter needs."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
-    given = sampling.extra_args or {}
+    sent, salt = client_fields(sampling.extra_args or {}), getattr(new, SALT, _UNKNOWN)
+    sample = _SAMPLE.match(new.req_id)
+    sent["group"] = "" if salt == _UNKNOWN else sent["group"] or (new.req_id[sample.end() :] if sample else "")
     return RequestInfo(
-        labels_in(given),
-        getattr(new, SALT, _UNKNOWN),
-        f"{adapter.lora_name}\0{adapter.lora_path}" if adapter else "",
-        frozenset(stops),
-        sampling.max_tokens,
-        prediction_in(given),
-        seconds_per_token_in(given),
-        switch_in(given, "store"),
-        switch_in(given, "speculation"),
-        bool(sampling.stop),
+        salt=salt,
+        adapter=adapter.lora_name if adapter else "",
+        adapter_path=adapter.lora_path if adapter else "",
+        stops=frozenset(stops),
+        max_tokens=sampling.max_tokens,
+        stop_strings=bool(sampling.stop),
+        **sent,
     )
+
+
+def offer_forget() -> None:
+    """Give vLLM's workers `agentspec_forget` for `collective_rpc`, with the conditions of `SuffixCache.forget`."""
+    from vllm.v1.worker.worker_base import WorkerBase  # pyright: ignore[reportMissingImports]
+
+    WorkerBase.agentspec_forget = lambda self, **conditions: forget(**conditions)
 
 
 def listen_to_scheduler() -> None:
     """Make vLLM's model runners tell their proposer which requests a step begins and ends. Idempotent."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # pyright: ignore[reportMissingImports]
 
+    offer_forget()
     original = GPUModelRunner._update_states
     if original.__module__ == __name__:
         return

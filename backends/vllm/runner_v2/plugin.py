@@ -11,7 +11,7 @@ from typing import Any
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement
-from agentspec.backends.vllm.proposer import ENGINE, drafts_here
+from agentspec.backends.vllm.proposer import ENGINE, drafts_here, offer_forget
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 
 SWITCH = f"{ENGINE}_V2"
@@ -147,6 +147,7 @@ def open_retriever(config: Any, shape: PassageShape) -> Any:
 
 def listen_to_scheduler() -> None:
     """Make vLLM's second model runner tell our speculator which requests a step begins and ends. Idempotent."""
+    offer_forget()
     runner = import_module(_RUNNER).GPUModelRunner
     if runner.add_requests.__module__ != __name__:
         runner.add_requests = _after(runner.add_requests, _begin)

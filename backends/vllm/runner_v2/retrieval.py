@@ -34,7 +34,7 @@ class PassageRetriever(RecordingDrafter):
         vocabulary: int,
         shape: PassageShape,
         *,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[bool], None] = lambda hung: None,
     ) -> None:
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
@@ -70,7 +70,8 @@ class PassageRetriever(RecordingDrafter):
         found = np.full((len(requests), self._shape.rows, self._shape.width), NO_TOKEN, dtype=np.int32)
         with self._failures.caught():
             self._fill(found, requests)
-        self.stats.add(perf_counter() - started, int(np.count_nonzero(found[:, :, self._shape.overlap :] >= 0)))
+        drafted = np.count_nonzero(found[:, :, self._shape.overlap :] >= 0, axis=(1, 2))
+        self.stats.add(perf_counter() - started, drafted.tolist())
         return found
 
     def _fill(self, found: Rows, requests: Sequence[PassageRequest | None]) -> None:
@@ -79,6 +80,8 @@ class PassageRetriever(RecordingDrafter):
         for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             if request is None or not request.state.drafts:
                 continue
+            if request.state.lost_text() and tree is None:
+                request.passages = self._passages([], request)
             if tree is not None:  # else what was found before still serves, as far as the text goes on like it
                 request.passages = self._passages(likeliest_paths(tree, shape.rows), request)
             found[row] = request.passages
@@ -90,7 +93,7 @@ class PassageRetriever(RecordingDrafter):
         """The search for a request; None if it has no cache, not yet or not any more, or wants no drafts."""
         if request is None or not request.state.drafts or (cache := request.state.cache) is None:
             return None
-        return cache.drafter, cache.indexes, request.context, self._shape.nodes, 0.0, False
+        return cache.drafter, request.state.indexes, request.context, self._shape.nodes, 0.0, False
 
     def _passages(self, paths: Sequence[list[int]], request: PassageRequest) -> Rows:
         """The paths as passages, each up to the first token that is not in the model's vocabulary."""

@@ -172,7 +172,7 @@ def corpora(cache: SuffixCache, patient: None) -> Iterator[Corpora]:
             assert self.flush()
 
     def make(group: Any = ALONE, *, here: bool = True, most: int = 1000) -> TokenCacheCorpus:
-        drafter = partial(TreeDrafter, opened, VOCABULARY, on_close=lambda: None) if here else None
+        drafter = partial(TreeDrafter, opened, VOCABULARY, on_close=lambda hung: None) if here else None
         made.append(Flushed(drafter, group, draft_token_num=NODES, external_corpus_max_tokens=most))
         return made[-1]
 

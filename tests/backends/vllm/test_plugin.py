@@ -55,6 +55,10 @@ class RunnerV2:
     finish_requests = add_requests
 
 
+class WorkerBase:
+    """Whose methods `collective_rpc` calls by name."""
+
+
 class Speculator:
     num_speculative_steps = 4
 
@@ -91,6 +95,7 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.metrics": {},
     "vllm.v1.metrics.loggers": {"PrometheusStatLogger": PrometheusStatLogger},
     "vllm.v1.worker": {},
+    "vllm.v1.worker.worker_base": {"WorkerBase": WorkerBase},
     "vllm.v1.worker.gpu": {},
     "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner": RunnerV2},
     SPECULATORS: {"init_speculator": lambda config, device, req_states: config.made},
@@ -280,13 +285,16 @@ def test_replicas_with_other_folder_names_share_and_other_models_and_tenants_do_
 ) -> None:
     """By the configuration of a server alone: its cache is a folder that all of these open one after the other."""
     monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
-    for name, text in (("a", "{}"), ("b", "{}"), ("c", "{1}")):
+    files = [("a", "tokenizer.json", "{}"), ("b", "tokenizer.json", "{}"), ("c", "tokenizer.json", "{1}")]
+    files += [("d", "tekken.json", "{}"), ("e", "tokenizer.model", "x"), ("f", "tokenizer.model", "x")]
+    for name, file, text in files:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "tokenizer.json").write_text(text)
+        (tmp_path / name / file).write_text(text)
 
-    def drafted(folder: str, tenant: str = "acme", **config: object) -> bool:
+    def drafted(folder: str, tenant: str = "acme", namespace: str = "", **config: object) -> bool:
         """Whether the server drafts an output of the past, which it then records."""
         monkeypatch.setenv("AGENTSPEC_TENANT", tenant)
+        monkeypatch.setenv("AGENTSPEC_NAMESPACE", namespace)
         served = model(folder, **config)
         served.get_vocab_size = lambda: 1000
         drafter = proposer.open_drafter(SimpleNamespace(model_config=served))
@@ -306,6 +314,31 @@ def test_replicas_with_other_folder_names_share_and_other_models_and_tenants_do_
     assert drafted(str(tmp_path / "a")) and drafted(str(tmp_path / "b"))
     assert not drafted(str(tmp_path / "c")) and not drafted("org/name")
     assert not drafted(str(tmp_path / "a"), layers=2) and not drafted(str(tmp_path / "a"), "other")
+    assert drafted(str(tmp_path / "d"))  # the same content: tokens have the same ids
+    assert not drafted(str(tmp_path / "e")) and drafted(str(tmp_path / "f"))
+    named = {"namespace": "qwen", "quantization_config": "fp8"}
+    assert not drafted(str(tmp_path / "a"), namespace="qwen") and drafted(str(tmp_path / "b"), **named)
+    assert not drafted(str(tmp_path / "c"), **named) and not drafted(str(tmp_path / "a"), "other", **named)
+
+
+def test_workers_forget_what_only_memory_holds(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patient: None
+) -> None:
+    """Any worker, also of a rank that does not draft."""
+    monkeypatch.delattr(WorkerBase, "agentspec_forget", raising=False)
+    proposer.listen_to_scheduler()
+    worker: Any = WorkerBase()
+    assert worker.agentspec_forget(tenant="default") == 0
+    served = model(str(tmp_path))
+    served.get_vocab_size = lambda: 1000
+    drafter = proposer.open_drafter(SimpleNamespace(model_config=served))
+    client = Client(drafter, TEXT[:1])
+    drafter.propose([client.turn(TEXT, 4)])
+    drafter.end(client.state)
+    assert drafter.flush() and worker.agentspec_forget(session="other") == 0
+    assert worker.agentspec_forget(tenant="default") == 1 == 1 + worker.agentspec_forget(tenant="default")
+    drafter.close()
+    assert worker.agentspec_forget(tenant="default") == 0
 
 
 def speculative(method: str, model: str | None = None) -> SimpleNamespace:

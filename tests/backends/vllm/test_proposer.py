@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.backends.conftest import opening, stored
 
 MOST, MAX_LENGTH, EOS = 6, 200, 999
 TEXT = np.arange(100, 160, dtype=np.int32)
+OTHER = np.arange(700, 760, dtype=np.int32)
 
 
 @dataclass
@@ -262,6 +264,35 @@ def test_an_output_is_kept_as_it_ended(
     assert outputs(bench) == kept and learned_ends(bench) == ends
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [
+        ({"name": "0_r"}, {"name": "1_r"}, True),  # as vLLM names the samples of a request with `n`
+        ({"name": "0_r"}, {"name": "1_s"}, False),
+        ({"agentspec_group": "g"}, {"agentspec_group": "g"}, True),
+        ({"agentspec_group": "g"}, {"agentspec_group": "h"}, False),
+        ({"agentspec_group": ["g"]}, {"agentspec_group": ["g"]}, False),
+        ({"agentspec_group": "g", "agentspec_store": "off"}, {"agentspec_group": "g", "agentspec_share": "off"}, True),
+        ({"agentspec_group": "g", "salt": "x"}, {"agentspec_group": "g", "salt": "x"}, True),
+        ({"agentspec_group": "g", "salt": "x"}, {"agentspec_group": "g", "salt": "y"}, False),
+        ({"agentspec_group": "g", "salt": "pepper"}, {"agentspec_group": "g"}, False),
+        ({"agentspec_group": "g", "salt": "?"}, {"agentspec_group": "g", "salt": "?"}, False),  # salts that are lost
+        ({"name": "0_r", "salt": "?"}, {"name": "1_r", "salt": "?"}, False),
+    ],
+)
+def test_the_open_outputs_of_a_group_are_drafted_from(
+    runner: Runner, bench: Bench, first: dict[str, Any], second: dict[str, Any], together: bool
+) -> None:
+    one, two = ({"name": name, **given} for name, given in (("a", first), ("b", second)))
+    for number, given in enumerate((one, two)):
+        runner.begin(prompt=np.array([1, number], dtype=np.int32), **given)
+    runner.step(**{one["name"]: TEXT[:40].tolist()})
+    assert bool(runner.step(**{two["name"]: TEXT[5:9].tolist()})[two["name"]]) is together
+    runner.finish(one["name"])
+    runner.finish(two["name"])
+    assert not bench.drafter._recorder._groups
+
+
 @pytest.mark.parametrize("off", ["off", "OFF", "false", False, None, 0, ["on"], {}])
 def test_what_is_switched_off_or_cannot_be_read_is_off(runner: Runner, bench: Bench, off: object) -> None:
     runner.begin("a", TEXT, agentspec_store=off)
@@ -272,18 +303,38 @@ def test_what_is_switched_off_or_cannot_be_read_is_off(runner: Runner, bench: Be
     assert [runner.step(b=TEXT[at : at + 4].tolist())["b"] for at in (0, 4)] == [[], []]
     runner.finish("b")
     assert outputs(bench) == [TEXT[:8].tolist()]
+    runner.begin("c", TEXT[:1], agentspec_share=off, agentspec_session="s")
+    runner.step(c=OTHER[:20].tolist())
+    runner.finish("c")
+    for session, known in (("t", False), ("s", True)):  # which alone keeps it
+        runner.begin(session, np.concatenate((TEXT[:1], OTHER[:20])) if known else TEXT[:1], agentspec_session=session)
+        assert bool(runner.step(**{session: OTHER[5:9].tolist()})[session]) is known
+    assert outputs(bench) == [TEXT[:8].tolist()]
 
 
-def test_adapters_are_kept_apart(runner: Runner, bench: Bench) -> None:
-    for name, path in (("a", "/one"), ("b", "/two")):
-        bench.server.add(name, TEXT[:5])
-        request = new(name, TEXT[:5])
-        request.lora_request = SimpleNamespace(lora_name="tuned", lora_path=path)
+def test_adapters_share_by_content_alone(runner: Runner, bench: Bench, tmp_path: Path) -> None:
+    """Not by name or folder; those of which the files are elsewhere, by both."""
+
+    def shares(adapter: str, folder: Path | str, weights: bytes | None = None) -> bool:
+        if weights is not None:
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / "adapter_config.json").write_text("{}")
+            (Path(folder) / "adapter_model.safetensors").write_bytes(weights)
+        bench.server.add("r", TEXT[:5])
+        request = new("r", TEXT[:5], stop=["!"])
+        request.lora_request = SimpleNamespace(lora_name=adapter, lora_path=str(folder))
         runner.proposer.scheduled(scheduled(request), bench.server)
         bench.drafter.flush()
-        assert runner.step(**{name: TEXT[5:9].tolist()})[name] == []
-        runner.step(**{name: TEXT[9:].tolist()})
-        runner.finish(name)
+        found = bool(runner.step(r=TEXT[5:9].tolist())["r"])
+        runner.step(r=TEXT[9:].tolist())
+        runner.finish("r")
+        return found
+
+    assert not shares("a", tmp_path / "a", b"1")
+    assert shares("a", tmp_path / "a") and shares("b", tmp_path / "b", b"1")
+    assert not shares("c", tmp_path / "c", b"2") and not shares("a", tmp_path / "a", b"33")  # loaded again in place
+    assert not shares("a", "org/one") and not shares("a", "org/two") and shares("a", "org/one")
+    assert not shares("b", "org/one")
 
 
 @pytest.mark.parametrize("given", ["embeddings", "no fields", "another rank"])
