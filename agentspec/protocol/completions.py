@@ -26,12 +26,11 @@ def parse_completion(body: Mapping[str, Any]) -> tuple[GenerateRequest, AnswerFo
     """Parse a request to complete text or token ids. Raises what `parse_chat` raises."""
     fields = _CompletionBody.parse(body)
     prompt = _prompt(fields.prompt)
-    stream = fields.stream_format()
+    form = fields.answer_format()
     count = fields.logprobs
     if count is not None and count > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"logprobs must be at most {MAX_TOP_LOGPROBS}", param="logprobs")
     sampling = SamplingParams(**fields.sampling(), logprobs=count is not None, top_logprobs=count or 0)
-    form = AnswerFormat(**stream, token_ids=bool(fields.return_token_ids))
     request = GenerateRequest(
         model=fields.model, **prompt, sampling=sampling, return_prompt=form.token_ids, **fields.service()
     )

@@ -46,18 +46,15 @@ EFFORTS = {"none": None, "minimal": "low", "low": "low", "medium": "medium", **_
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What an answer contains next to its text. `usage` is a stream's last chunk; `obfuscation`: chunks are filled up
-    to equal sizes.
-    """
+    """What an answer contains next to its text; `usage` is a stream's last chunk."""
 
     usage: bool = False
     token_ids: bool = False
-    obfuscation: bool | None = None
 
 
 class _StreamOptions(Closed):
     include_usage: bool = False
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
     continuous_usage_stats: Annotated[Any, only(False)] = None
 
 
@@ -143,11 +140,9 @@ class GenerationBody(_CommonBody):
     stream: bool = False
     best_of: Annotated[Any, only(1)] = None
 
-    def stream_format(self) -> dict[str, Any]:
-        """The fields of `AnswerFormat` that concern streams."""
-        options = self.stream_options
-        check_stream_options(options, stream=self.stream)
-        return {"usage": options.include_usage, "obfuscation": options.include_obfuscation}
+    def answer_format(self) -> AnswerFormat:
+        check_stream_options(self.stream_options, stream=self.stream)
+        return AnswerFormat(self.stream_options.include_usage, bool(self.return_token_ids))
 
 
 def check_stream_options(options: Closed, *, stream: bool) -> None:
@@ -236,7 +231,7 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> 
     """Parse a chat request. Raises `InvalidRequestError` with `param` for a field that is wrong or unsupported."""
     fields = _ChatBody.parse(body)
     plain = GenerateRequest(model=fields.model, messages=_messages(fields.messages or [], max_messages))
-    stream = fields.stream_format()
+    form = fields.answer_format()
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     shown = {"logprobs": fields.logprobs, "top_logprobs": fields.top_logprobs}
@@ -245,11 +240,11 @@ def parse_chat(body: Mapping[str, Any], *, max_messages: int = MAX_MESSAGES) -> 
         plain,
         sampling=sampling,
         prediction=None if fields.prediction is None else parse_prediction(fields.prediction),
-        return_prompt=bool(fields.return_token_ids),
+        return_prompt=form.token_ids,
         **fields.service(),
         **fields.chat(plain),
     )
-    return request, AnswerFormat(**stream, token_ids=request.return_prompt)
+    return request, form
 
 
 class _ChatExtra(_ChatFields, _CommonBody):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,13 +11,10 @@ from typing import Any, ClassVar
 from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.tools import ToolCalls
-from agentspec.protocol.wire import DONE, encode
+from agentspec.protocol.wire import DONE
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
-BLOCK = 512
-"""The JSON of an obfuscated event is filled up to a multiple of this many bytes."""
-_OBFUSCATION = b',"obfuscation":"'
 
 
 @dataclass(slots=True)
@@ -86,7 +81,7 @@ class Accumulator:
 class ApiWriter:
     """Writes one answer in the form of its API: the chunks of a stream, or `body` after `add` for each delta.
 
-    `obfuscated`: chunks are filled up to equal sizes. `stored`: the answer is stored, for later requests to continue.
+    `stored`: the answer is stored, for later requests to continue.
     """
 
     holds_answer: ClassVar[bool] = False
@@ -95,7 +90,6 @@ class ApiWriter:
     """Whether an event is named by the type of its chunk."""
     end: ClassVar[bytes] = DONE
     """What ends a stream, also one that failed."""
-    obfuscated: bool = field(default=False, init=False)
     stored: bool = field(default=False, init=False)
     answer: Accumulator = field(default_factory=Accumulator, init=False)
 
@@ -141,7 +135,6 @@ class ChunkWriter(ApiWriter):
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.obfuscated = bool(self.format.obfuscation)
 
     def _wrap(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
@@ -193,17 +186,6 @@ def thoughts_of(extra: Mapping[str, Any]) -> str:
     """The thoughts of a delta or a message, which have two names."""
     found = (extra.get(name) for name in THOUGHTS)
     return next((text for text in found if isinstance(text, str)), "")
-
-
-def obfuscated(chunk: dict[str, Any]) -> bytes:
-    """The JSON of `chunk` with as many random characters in OpenAI's field `obfuscation` as fill the block."""
-    plain = encode(chunk)
-    return plain[:-1] + _OBFUSCATION + _random(-(len(plain) + len(_OBFUSCATION) + 1) % BLOCK) + b'"}'
-
-
-def _random(size: int) -> bytes:
-    """Random characters, which no compression on the way can take out again."""
-    return base64.b64encode(os.urandom(size * 3 // 4 + 3), b"-_")[:size]
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from agentspec.backends.base import CHAT, AddsHeaders, Backend
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import InvalidRequestError
-from agentspec.protocol.responses import ApiWriter, obfuscated
+from agentspec.protocol.responses import ApiWriter
 from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import encode, event, named_event, object_in
 from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
@@ -183,7 +183,7 @@ class Sending:
 
     async def _send_chunks(self, chunks: Iterable[dict[str, Any]]) -> None:
         for chunk in chunks:
-            data = obfuscated(chunk) if self.writer.obfuscated else encode(chunk)
+            data = encode(chunk)
             await self.answer.send(piece(named_event(chunk["type"], data) if self.writer.named else event(data)))
 
     async def _store(self) -> None:

@@ -128,13 +128,6 @@ def test_calls_that_cannot_be_put_together_are_refused(calls: Any) -> None:
         to_delta({"choices": [{"delta": {"tool_calls": calls}}]})
 
 
-def test_a_whole_call_may_have_no_index() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    answer = Accumulator()
-    answer.add(to_delta({"choices": [{"message": {"tool_calls": [{**call, "index": None}] * 2}}]}))
-    assert answer.all()[0][1].extra["tool_calls"] == [call, call]
-
-
 @pytest.mark.parametrize(
     ("words", "read"),
     [

@@ -180,9 +180,6 @@ class EventWriter(ApiWriter):
     _number: int = 0
     _completed: int | None = None
 
-    def __post_init__(self) -> None:
-        self.obfuscated = bool(self.request.obfuscation)
-
     def add(self, delta: Delta) -> None:
         for _ in self.chunks(delta):
             pass
@@ -299,11 +296,9 @@ class EventWriter(ApiWriter):
         self._number += 1
         return {**event, "sequence_number": self._number - 1}
 
-    def _output(self) -> list[Item]:
-        return [item.item(item.status or "incomplete") for item in self._items]
-
     def _response(self, status: str) -> dict[str, Any]:
         ended = status != "in_progress"
+        output = [item.item(item.status or "incomplete") for item in self._items]
         reason = _INCOMPLETE.get(self._finish or "") if status == "incomplete" else None
         return {
             "id": self.id,
@@ -315,7 +310,7 @@ class EventWriter(ApiWriter):
             "error": None,
             "incomplete_details": {"reason": reason} if reason else None,
             **self.request.fields,
-            "output": self._output() if ended else [],
+            "output": output if ended else [],
             "service_tier": "default",
             "store": self.stored,
             "usage": responses_usage(self._usage) if ended and self._usage else None,

@@ -308,14 +308,10 @@ def client_tools(tools: Sequence[Any], param: str = "tools") -> list[ClientTool]
 
     Raises `InvalidRequestError` for a tool that the client does not run itself, and for two of one name.
     """
-    names = [f"{param}[{index}]" for index in range(len(tools))]
-    read = [read_one(tool, name, _DECLARED) for name, tool in zip(names, tools, strict=True)]
-    found = [tool for name, one in zip(names, read, strict=True) for tool in one.declared(name)]
-    keys: set[Key] = set()
-    for tool in found:
-        if tool.key in keys:
-            raise InvalidRequestError(f"{tool.param}: two tools have the same name", param=f"{tool.param}.name")
-        keys.add(tool.key)
+    named = [(f"{param}[{index}]", tool) for index, tool in enumerate(tools)]
+    found = [one for name, tool in named for one in read_one(tool, name, _DECLARED).declared(name)]
+    if len({tool.key for tool in found}) < len(found):
+        raise InvalidRequestError(f"{param}: two tools have the same name", param=param)
     return found
 
 
@@ -366,15 +362,14 @@ def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | Clien
 
 def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
     """The tool that `choice` names. Without `namespace`, which OpenAI's type lacks, the only one of its name."""
-    kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
-    alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name)]
-    own = [tool for tool in alike if tool.key == key_of(str(name), namespace and str(namespace))]
-    if namespace is None and len(alike) > 1 and not own:
+    kind, name, space = choice.get("type"), choice.get("name"), choice.get("namespace")
+    alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name) and space in (None, tool.namespace)]
+    alike = [tool for tool in alike if tool.namespace == space] or alike
+    if len(alike) > 1:
         raise _wrong_choice("names a tool of several namespaces; add the field namespace")
-    found = own or (alike if namespace is None else [])
-    if not found:
+    if not alike:
         raise _wrong_choice("asks for a tool that tools does not have")
-    return found[0]
+    return alike[0]
 
 
 def _wrong_choice(sentence: str) -> InvalidRequestError:

@@ -183,7 +183,7 @@ class _Reasoning(Closed):
 
 
 class _ResponsesStreamOptions(Closed):
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[Any, only(False)] = None
 
 
 _Metadata = Annotated[  # bounds of OpenAI's
@@ -241,7 +241,6 @@ class ResponsesRequest:
     instructions: str | None
     previous: str | None
     store: bool
-    obfuscation: bool | None
 
     def messages(self, history: Sequence[Item] = ()) -> list[dict[str, Any]]:
         """The messages of instructions, the items of earlier responses, and this request. Raises as `parse_input`."""
@@ -300,7 +299,6 @@ def parse_responses(body: Mapping[str, Any], history: Sequence[Item] = ()) -> Re
         instructions=fields.instructions,
         previous=fields.previous_response_id,
         store=fields.store,
-        obfuscation=fields.stream_options.include_obfuscation,
     )
 
 

@@ -85,25 +85,6 @@ def test_errors_are_those_of_anthropics_api(scripted: Any) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"
 
 
-def test_a_strategy_counts_by_its_base_model(gateway: Any, closing: Any) -> None:
-    from agentspec.backends.settings import TorchSettings
-    from agentspec.reasoning.settings import SpecReasonSettings
-    from agentspec.settings.load import Settings
-    from tests.thinking_model import ThinkingModel
-
-    local = {"large": TorchSettings(model="l"), "tiny": TorchSettings(model="t")}
-    settings = Settings(backends=local, models={"m": SpecReasonSettings(base="large", small="tiny")})
-    running = gateway({name: ThinkingModel(lambda thinking: "One. Answer: 4\n\n") for name in local}, settings)
-    client = closing(client_of(running))
-    assert client.messages.count_tokens(model="m", messages=ASKED).input_tokens > 0
-    thinking = {"type": "enabled", "budget_tokens": 100}
-    with client.messages.with_streaming_response.create(
-        model="m", max_tokens=500, messages=ASKED, thinking=thinking
-    ) as answer:
-        assert answer.headers["x-agentspec-lossy"].startswith("specreason")
-        assert [block.type for block in answer.parse().content] == ["thinking", "text"]
-
-
 # Claude Code ---------------------------------------------------------------------------------------------------------
 
 HEADERS = {

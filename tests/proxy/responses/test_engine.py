@@ -66,10 +66,3 @@ def test_a_wrong_form_is_refused_by_the_clients_own_field(client: openai.OpenAI,
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **fields)
     assert refused.value.param == param
-
-
-def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
-    items = [{"role": "user", "content": "x" * 400} for _ in range(8)]
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, input=items)
-    assert refused.value.code == "context_length_exceeded" and refused.value.param == "input"
