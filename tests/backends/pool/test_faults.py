@@ -51,19 +51,6 @@ async def test_each_fault(fault: dict[str, Any], outcome: str, state: str) -> No
     assert members["a"].in_flight == members["b"].in_flight == 0
 
 
-async def test_a_quota_of_one_caller_does_not_withhold_a_server_from_all_others_for_a_day() -> None:
-    limited, other = Server("a", 429, {"retry-after": "86400"}), Server("b")
-    pool = make(limited, other)
-    for _ in range(10):
-        await pool.ask()
-    assert len(limited.times()) == 1
-    await asyncio.sleep(600)
-    limited.status = 200
-    for _ in range(10):
-        await pool.ask()
-    assert len(limited.times()) == 6
-
-
 SOON = format_datetime(datetime.now(UTC) + timedelta(days=365), usegmt=True)
 WAITS: dict[str, tuple[dict[str, str], float]] = {
     "seconds": ({"retry-after": "20"}, 20.0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,13 +66,3 @@ async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -
     assert sum(told.kept_tokens.values()) <= 48
     if model in ("kept", "none", "taught"):
         assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
-
-
-@pytest.mark.slow
-async def test_the_answer_alone_has_the_form_that_was_asked_for(runtime: Runtime) -> None:
-    properties = {"odd": {"type": "boolean"}}
-    schema = {"type": "object", "properties": properties, "required": ["odd"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    found = await deltas(runtime, replace(ask("kept", problems()[0]), extra={"response_format": form}))
-    assert isinstance(json.loads("".join(delta.text for delta in found))["odd"], bool)
-    assert thought(found) == thought(await deltas(runtime, ask("kept", problems()[0])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,6 @@ def test_the_newest_200_stay_whatever_another_process_deletes_at_the_same_time(
     new = asked(tmp_path)
     left = {path.name for path in tmp_path.iterdir()} - {"gone.jsonl"}
     assert left == {new.name, *(f"{age}.jsonl" for age in range(1, 200))} and not caplog.records
-
-
-def test_a_full_disk_leaves_no_half_of_a_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        asked(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == [] and "a trace was not written" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:

@@ -192,8 +192,10 @@ async def test_a_model_name_answers_with_a_datastore(tiny_model: Path, folder: P
         Runtime(settings_of(tiny_model, tmp_path)).start()
 
 
-async def test_the_base_must_be_local(tmp_path: Path) -> None:
-    strategy = KnnBackend("facts", KnnLmSettings(base="far", datastore=tmp_path), ModelRef(FakeBackend(), "far"))
+async def test_the_base_must_be_local() -> None:
+    settings = KnnLmSettings(base="far", datastore=Path("~/store"))
+    assert settings.datastore == Path.home() / "store"
+    strategy = KnnBackend("facts", settings, ModelRef(FakeBackend(), "far"))
     with pytest.raises(ConfigurationError, match=r'models\.facts: .*"torch"'):
         await strategy.prepare()
     with pytest.raises(NotReadyError):

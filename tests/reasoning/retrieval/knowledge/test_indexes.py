@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows, ranked
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, weighed, with_counts
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, with_counts
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.folder import Index
 from tests.fakes import FakeEncoder
@@ -118,22 +118,6 @@ def test_corpora_that_cannot_be_searched_are_refused():
         DenseIndex.build([], np.ones((1, 16), np.float32), FakeEncoder())
 
 
-@given(scores=st.lists(st.sampled_from([0.0, 1.0, 2.0]), max_size=30), count=st.integers(1, 40))
-def test_the_best_come_in_order_and_equals_as_they_stood(scores, count):
-    expected = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[:count]
-    assert best_rows(np.array(scores, np.float64), count).tolist() == expected
-
-
-@given(rows=st.integers(1, 40), seed=st.integers(0, 1000))
-def test_a_product_is_the_same_alone_and_among_others(rows, seed):
-    random = np.random.default_rng(seed)
-    vectors = random.standard_normal((rows, 37), dtype=np.float32)
-    query = random.standard_normal(37, dtype=np.float32)
-    together = products(vectors, query)
-    assert together.tolist() == [products(vectors[at : at + 1], query)[0] for at in range(rows)]
-    assert together == pytest.approx(vectors.astype(np.float64) @ query)
-
-
 def hits(*texts: str) -> list[Hit]:
     return [with_counts(Hit(Document(str(at), text), 0.0)) for at, text in enumerate(texts)]
 
@@ -142,21 +126,6 @@ def test_terms_are_words_in_lower_case_with_their_vowel_signs_and_accents():
     assert terms("A cat, the CAT; déjà-vu 42") == ("cat", "the", "cat", "déjà", "vu", "42")
     assert terms("हिन्दी भाषा; שָׁלוֹם") == ("हिन्दी", "भाषा", unicodedata.normalize("NFC", "שָׁלוֹם"))
     assert terms(unicodedata.normalize("NFD", "Zoë")) == terms("Zoë") == ("zoë",)
-
-
-def test_weights_add_up_in_the_order_of_the_query():
-    weights = {"a": 1e16, "b": 1.0, "c": -1e16}
-    assert weighed(("a", "b", "c"), weights) == 0.0
-    assert weighed(("a", "c", "b"), weights) == 1.0
-    assert weighed(("a", "a", "unknown"), weights) == 2e16
-
-
-@pytest.mark.anyio
-async def test_rare_words_of_short_documents_count_most():
-    metric = LexicalMetric()
-    found = hits("the cat sat", "the dog sat on the mat", "the bird", "the cat " + "and so on " * 20)
-    query = await metric.encode("the cat")
-    assert [hit.document.id for hit in ranked(found, metric.scores(query, found))][:2] == ["0", "3"]
 
 
 @pytest.mark.anyio
