@@ -1,40 +1,18 @@
-"""Threads for blocking work that tenants share fairly: parsing large bodies, tokenizing long prompts; their heaps."""
+"""Threads for blocking work that tenants share fairly: parsing large bodies, tokenizing long prompts."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import sys
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from agentspec.errors import ShuttingDownError
 
-HEAPS: Final = 4
-_M_ARENA_MAX: Final = -8  # of malloc.h
-
-
-def share_heaps() -> None:
-    """Let the threads of this process share a few heaps, unless MALLOC_ARENA_MAX says how many.
-
-    Usually there are eight for each core. Memory that was freed in a heap stays there, so that the same work, which
-    comes to another thread each time, takes the memory as many times. Call it before threads start.
-    """
-    if sys.platform != "linux" or "MALLOC_ARENA_MAX" in os.environ:
-        return
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # musl has none
-        library.mallopt(_M_ARENA_MAX, HEAPS)
-
-
 T = TypeVar("T")
-
-
 _Job = list[Any]  # a future and the call that it waits for; emptied when the call starts
 
 

@@ -167,12 +167,9 @@ class Summary:
         )
 
 
-Generate = Callable[[GenerateRequest], AsyncGenerator[Delta]]
-
-
 async def evaluate(
     requests: Mapping[str, GenerateRequest],
-    generate: Generate,
+    generate: Callable[[GenerateRequest], AsyncGenerator[Delta]],
     problems: Sequence[Problem],
     *,
     prompt: str | None,

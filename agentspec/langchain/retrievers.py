@@ -10,6 +10,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
 from agentspec.background import call_sync
+from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase
 
 
@@ -34,6 +35,8 @@ class KnowledgeRetriever(BaseRetriever):
 
     async def _search(self, text: str, k: int | None) -> list[Document]:
         base: KnowledgeBase = self.base
+        if k is not None and k < 1:
+            raise ConfigurationError(f"ask for at least one document, not {k}", param="k")
         found = await base.search([await base.metric.encode(text)], self.k if k is None else k)
         return [_langchain(hit) for hit in found.hits[0]]
 

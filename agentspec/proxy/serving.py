@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import uvicorn
 
 from agentspec.backends import model_store
-from agentspec.backends.threads import share_heaps
 from agentspec.errors import ShuttingDownError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
@@ -97,7 +96,6 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     building the backends raises. Drains and raises `EngineStoppedError` when a local engine's device fails: only a new
     process can use it again.
     """
-    share_heaps()
     logs.configure(log_level, background=True)
     runtime = Runtime(settings)
     app = create_app(runtime, settings)

@@ -94,10 +94,6 @@ class CallPrediction:
     later: float
     outlook: Outlook
 
-    @property
-    def again(self) -> bool:
-        return self.outlook[2]
-
 
 @dataclass(frozen=True, slots=True)
 class CallForecast:
@@ -168,7 +164,7 @@ class CallModel:
             for source in _sources(history, call):
                 self._add_source(*source, session)
         for one in forecast.predictions:
-            self._calibration.observe([one.estimate], [one.again], [one.call.identity in made])
+            self._calibration.observe([one.estimate], [one.outlook[2]], [one.call.identity in made])
             self._later.add(one.outlook, False)
         self._calibration.fade()
         for outlook in later:

@@ -35,7 +35,6 @@ class ToolPolicy:
         self.read_only = _names(read_only)
         self.max_age = _age(max_age)
         self._warned: set[str] = set()
-        self._offered: frozenset[str] = frozenset()
 
     def changes_nothing(self, spec: ToolSpec | None) -> bool:
         """Whether a call of the tool leaves the results of others valid. An unknown tool, None, does not."""
@@ -56,11 +55,8 @@ class ToolPolicy:
 
         Others may belong to another agent with the same policy.
         """
-        if (offered := frozenset(names)) == self._offered:
-            return
-        self._offered = offered
-        for name in self.read_only - offered - self._warned:
-            if near := difflib.get_close_matches(name, offered - self.read_only, n=1, cutoff=_NEAR):
+        for name in self.read_only.difference(names) - self._warned:
+            if near := difflib.get_close_matches(name, {*names} - self.read_only, n=1, cutoff=_NEAR):
                 self._warned.add(name)
                 _log.warning("no tool %s is offered, which is listed as read-only; did you mean %s?", name, near[0])
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -15,31 +12,6 @@ import pytest
 
 from agentspec.backends.threads import TenantThreads
 from agentspec.errors import ShuttingDownError
-
-HEAPS = """
-import ctypes, os
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from agentspec.backends.threads import share_heaps
-
-share_heaps()
-library, wait = ctypes.CDLL(None), Barrier(12)
-library.malloc.restype = library.fdopen.restype = ctypes.c_void_p
-with ThreadPoolExecutor(12) as pool:
-    list(pool.map(lambda _: (library.malloc(1000), wait.wait()), range(12)))
-    file = ctypes.c_void_p(library.fdopen(1, b"w"))
-    library.malloc_info(0, file)
-    library.fclose(file)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-@pytest.mark.parametrize(("environment", "most"), [({}, 4), ({"MALLOC_ARENA_MAX": "2"}, 2)], ids=["few", "as it says"])
-def test_threads_share_few_heaps(environment: dict[str, str], most: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HEAPS], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    assert 1 < done.stdout.count("<heap ") <= most, done.stderr
 
 
 @pytest.mark.anyio

@@ -17,6 +17,8 @@ def test_a_scrape_shows_requests_engines_and_the_index() -> None:
     index = [IndexFigures(4096, 3, 2, 5, 1.5, True)]
     scraped = [OnScrape(INDEX, lambda: index), OnScrape(ENGINE, lambda: [engine], "backend")]
     metrics = Metrics(version="1.2.3", models=["m"], scraped=scraped)
+    metrics.request("/v1/chat/completions", "m", "ok", 0.2)
+    metrics.first_token("m", 0.1)
     metrics.speculation("m", Speculation(drafted=5, accepted=2, steps=3))
     metrics.speculation("m", StepSpeculation(drafted=1, steps=14))
     families = text_string_to_metric_families(metrics.render().decode())
@@ -31,5 +33,6 @@ def test_a_scrape_shows_requests_engines_and_the_index() -> None:
     assert (engines["forwards_total"], engines["forward_requests_total"], engines["active"]) == (5, 14, 2)
     assert (found["index_bytes"], found["cache_damaged_rows"], found["cache_unread_rows"]) == (4096, 2, 5)
     assert found["cache_behind_seconds"] == 1.5 and found["cache_erasure_pending"] == found["build_info"] == 1
+    assert found["request_duration_seconds_sum"] == 0.2 and found["time_to_first_token_seconds_count"] == 1
     index.clear()
     assert b"agentspec_index" not in metrics.render()

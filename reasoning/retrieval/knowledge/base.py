@@ -14,8 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.errors import ConfigurationError
-
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -102,12 +100,6 @@ def best_rows(scores: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     return chosen[np.lexsort((chosen, -scores[chosen]))]
 
 
-def require_count(count: int) -> None:
-    """Raise `ConfigurationError` unless at least one document is asked for."""
-    if count < 1:
-        raise ConfigurationError(f"ask for at least one document, not {count}", param="count")
-
-
 OVERHEAD = 512  # bytes of a document without its text and features
 TERM = 128  # bytes of a term with its weight
 
@@ -117,7 +109,7 @@ class RetrievedDocuments:
 
     If the cache holds the knowledge base's best document for a query, that document also ranks first here, because both
     use the same scores (RaLMSpec, section 3.1). A wrong guess costs time and never changes an answer. A cache belongs
-    to one request unless its owner shares it between several.
+    to one request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -144,9 +136,5 @@ class RetrievedDocuments:
 
     def best(self, query: Query, metric: Metric) -> Hit | None:
         """The best cached document for `query`; None if the cache is empty."""
-        return next(iter(self.ranking(query, metric)), None)
-
-    def ranking(self, query: Query, metric: Metric) -> list[Hit]:
-        """All cached documents, the best for `query` first."""
         hits = [hit for hit, _ in self._hits.values()]
-        return ranked(hits, metric.scores(query, hits)) if hits else []
+        return ranked(hits, metric.scores(query, hits))[0] if hits else None

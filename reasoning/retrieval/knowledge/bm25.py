@@ -1,5 +1,5 @@
-"""Ranking by words: Robertson's BM25 with Lucene's weights, as bm25s computes them, over an index of words or, where a
-knowledge base's own ranking is unknown, over the cached documents alone.
+"""Ranking by words: Robertson's BM25 with Lucene's weights, as bm25s computes them, or, where a knowledge base's own
+ranking is unknown, by the rarity of words in the cached documents.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ import json
 import math
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,16 +45,8 @@ def terms_of(query: Query) -> tuple[str, ...]:
     return query.features
 
 
-def weighed(query: Sequence[str], weights: Mapping[str, float]) -> float:
-    """The sum of the weights of the query's terms, added in the query's order, so that it is always bit-identical."""
-    total = 0.0
-    for term in query:
-        total += weights.get(term, 0.0)
-    return total
-
-
 class LexicalMetric:
-    """BM25 over the cached documents alone; each hit carries the counts of its terms.
+    """Ranks the cached documents by the rare words that they share with the query; each hit carries its terms.
 
     It approximates the ranking of a knowledge base with an unknown metric: it often agrees, but need not.
     """
@@ -64,39 +55,25 @@ class LexicalMetric:
         return Query(text, terms(text))
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
-        counts: list[Counter[str]] = [hit.features for hit in hits]
-        lengths = [sum(count.values()) for count in counts]
-        mean = sum(lengths) / max(len(hits), 1) or 1.0
-        wanted = terms_of(query)
-        rarity = {term: _idf(sum(term in count for count in counts), len(hits)) for term in set(wanted)}
-        return np.array(
-            [
-                weighed(wanted, {term: rarity[term] * _saturated(count[term], length / mean) for term in rarity})
-                for count, length in zip(counts, lengths, strict=True)
-            ],
-            np.float64,
-        )
+        wanted = dict.fromkeys(terms_of(query))
+        rarity = {term: math.log(1 + len(hits) / (1 + sum(term in hit.features for hit in hits))) for term in wanted}
+        shared = [sum(rare for term, rare in rarity.items() if term in hit.features) for hit in hits]
+        return np.array(shared, np.float64) / [math.sqrt(len(hit.features) or 1) for hit in hits]
 
 
-def with_counts(hit: Hit) -> Hit:
-    """`hit` with the counts of its document's terms, which `LexicalMetric` needs."""
-    return replace(hit, features=Counter(terms(f"{hit.document.title} {hit.document.text}")))
-
-
-def _idf(having: int, total: int) -> float:
-    return math.log(1 + (total - having + 0.5) / (having + 0.5))
-
-
-def _saturated(count: int, relative_length: float) -> float:
-    return count / (count + K1 * (1 - B + B * relative_length))
+def with_terms(hit: Hit) -> Hit:
+    """`hit` with the terms of its document, which `LexicalMetric` needs."""
+    return replace(hit, features=frozenset(terms(f"{hit.document.title} {hit.document.text}")))
 
 
 class Bm25Metric(LexicalMetric):
     """A document's score is the sum of its weights for the query's terms. Hits carry them: no index is needed."""
 
     def scores(self, query: Query, hits: Sequence[Hit]) -> NDArray[np.float64]:
-        wanted = terms_of(query)
-        return np.array([weighed(wanted, hit.features) for hit in hits], np.float64)
+        scores = np.zeros(len(hits))
+        for term in terms_of(query):  # added in the query's order, so that the sum is always bit-identical
+            scores += [hit.features.get(term, 0.0) for hit in hits]
+        return scores
 
 
 class Bm25Index:

@@ -28,7 +28,6 @@ from agentspec.reasoning.retrieval.knowledge.base import (
     Metric,
     Query,
     SearchResult,
-    require_count,
 )
 from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
@@ -119,7 +118,6 @@ class IndexKnowledge:
         return self.index.metric
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        require_count(count)
         found = await anyio.to_thread.run_sync(self.index.search, queries, count, abandon_on_cancel=True)
         return SearchResult(self.version, tuple(found))
 

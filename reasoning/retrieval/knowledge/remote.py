@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from agentspec.backends.http import Endpoint, Transport
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import KnowledgeBaseError, UpstreamError
-from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult, require_count
-from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_counts
+from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, SearchResult
+from agentspec.reasoning.retrieval.knowledge.bm25 import LexicalMetric, with_terms
 from agentspec.reasoning.settings import RemoteSettings
 
 SECONDS = 30.0  # without a byte of an answer
@@ -55,7 +55,6 @@ class RemoteKnowledge:
         self._endpoint = Endpoint(reached, name=name, transport=transport)
 
     async def search(self, queries: Sequence[Query], count: int) -> SearchResult:
-        require_count(count)
         if not queries:
             return SearchResult("", ())
         body = json.dumps({"queries": [{"text": query.text} for query in queries], "count": count}).encode()
@@ -79,7 +78,7 @@ def _hits(documents: Sequence[_Found]) -> tuple[Hit, ...]:
     distinct: dict[str, Hit] = {}
     for found in sorted(documents, key=lambda found: (-found.score, found.id)):
         document = Document(found.id, found.text, found.title, found.metadata)
-        distinct.setdefault(found.id, with_counts(Hit(document, found.score)))
+        distinct.setdefault(found.id, with_terms(Hit(document, found.score)))
     return tuple(distinct.values())
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, with_counts
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, with_terms
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.folder import Index
 from tests.fakes import FakeEncoder
@@ -119,7 +119,7 @@ def test_corpora_that_cannot_be_searched_are_refused():
 
 
 def hits(*texts: str) -> list[Hit]:
-    return [with_counts(Hit(Document(str(at), text), 0.0)) for at, text in enumerate(texts)]
+    return [with_terms(Hit(Document(str(at), text), 0.0)) for at, text in enumerate(texts)]
 
 
 def test_terms_are_words_in_lower_case_with_their_vowel_signs_and_accents():
