@@ -73,6 +73,14 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def creatable(folder: Path) -> Path:
+    """The callback of an option that names a folder to make or to write to, likewise. Raises `typer.BadParameter`."""
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{there} cannot be written to")
+    return folder
+
+
 def writable(path: Path | None) -> Path | None:
     """The callback of an option that names a file to write, before the command imports or measures anything. Raises
     `typer.BadParameter`.

@@ -1,98 +1,96 @@
-"""`agentspec demo` runs a self-refinement workflow with speculation off and on, and compares the answers."""
+"""`agentspec demo` runs sessions of a coding agent with speculation off and on, and compares the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentspec.cli.common import ModelOption
+from agentspec.benchmarks.agent_workflows import MEASURED, Workflow, measured_workflows
+from agentspec.cli.common import ModelOption, plural
 
 if TYPE_CHECKING:
-    from agentspec.runtime import Runtime
-    from agentspec.step.report import StepRow
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.benchmarks.runs import RunTable
 
-STEPS = {
-    "write": "Write a Python function with a docstring that {task}. Answer with the code only.",
-    "critique": "Here is a Python function:\n\n{write}\n\n"
-    "Name two weaknesses of this function, in plain English, without any code.",
-    "revise": "Here is a Python function:\n\n{write}\n\nA reviewer says:\n\n{critique}\n\n"
-    "Write the improved function. Answer with the code only.",
-}
-TASKS = (
-    "returns the n-th Fibonacci number",
-    "counts the words in a text file",
-    "merges two sorted lists into one",
-)
+OFF, ON, AGAIN = "off", "on", "on, same again"
 
 
 def demo(
-    tasks: Annotated[int, typer.Option(min=1, max=len(TASKS), help="How many tasks, of three model calls each")] = 3,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a call, in tokens")] = 96,
+    sessions: Annotated[int, typer.Option(min=1, max=MEASURED, help="Sessions of the agent")] = 2,
+    turns: Annotated[int, typer.Option(min=1, max=8, help="Model calls of a session, each with a longer prompt")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a call, in tokens")] = 64,
     model: ModelOption = "smollm2-135m",
 ) -> None:
-    """Write, criticise and revise code with a small model, with speculation off and on, and compare."""
+    """Run sessions of a coding agent, which edits files and reads what its tools say, with speculation off and on.
+
+    What the tools say is scripted, so that both see the same prompts; the model writes each answer.
+    """
     from rich.console import Console
 
-    from agentspec.background import call_sync
-    from agentspec.runtime import Runtime
-    from agentspec.settings.load import load_settings
-    from agentspec.step import report
+    from agentspec.backends.settings import TorchSettings
+    from agentspec.backends.torch import TorchBackend
+    from agentspec.cache import SuffixCache
 
-    console, answers = Console(), dict[str, list[str]]({"off": [], "on": []})
-    report().reset()
-    engine = {"kind": "torch", "model": model}  # one for both, whose cache is empty
-    overrides = {"backends": {"local": engine}, "cache": {"path": None, "store": True}}
-    with console.status(f"loading {model}") as status:
-        runtime = Runtime(load_settings(None, overrides, only_overridden_backends=True))
+    workflows, console = measured_workflows(turns)[:sessions], Console()
+    with console.status(f"loading {model}") as status, SuffixCache.open() as cache:
+        backend = TorchBackend.load(TorchSettings(model=model), cache=cache)
         try:
-            runtime.start()
-            for number, task in enumerate(TASKS[:tasks]):
-                for mode in answers:
-                    status.update(f"task {number + 1} of {tasks}, speculation {mode}")
-                    answers[mode] += refined(runtime, model, max_tokens, task, mode)
+            lengths = [len(_prompt(backend, one, turn)) for one in workflows for turn in range(turns)]
+            runs = asyncio.run(_measured(backend, workflows, max_tokens, status.update))
         finally:
-            call_sync(runtime.aclose)
-    rows = {(row.workflow, row.step): row for row in report()}
-    typer.echo(_line("step", "tokens", "forwards", "tokens/forward", "tok/s off", "tok/s on", "speedup"))
-    for name in STEPS:
-        typer.echo(_compared(name, rows["off", name], rows["on", name]))
-    typer.echo(statement(answers["off"], answers["on"]))
+            asyncio.run(backend.aclose())
+    made, sizes = f"{plural(sessions, 'session')} of {plural(turns, 'call')}", f"{min(lengths)} to {max(lengths)}"
+    typer.echo(f"{made}, with prompts of {sizes} tokens and answers of at most {max_tokens}:")
+    typer.echo(_line("speculation", "s/session", "tokens/s", "tok/forward", "speed-up", "same"))
+    for variant in (OFF, ON, AGAIN):
+        typer.echo(_row(runs, variant, sessions))
+    typer.echo(_statement(runs))
 
 
-def refined(runtime: Runtime, model: str, max_tokens: int, task: str, mode: str) -> list[str]:
-    """Run one task: write, critique, revise. With speculation off nothing is stored that others could draft from."""
-    from agentspec import step, workflow
-    from agentspec.langchain import ChatAgentSpec
+async def _measured(
+    backend: TorchBackend, workflows: list[Workflow], max_tokens: int, progress: Callable[[str], None]
+) -> RunTable:
+    """Each session with speculation off, on for the first time, and on again with a cache that knows it."""
+    from agentspec.benchmarks.runs import RunTable, ask
+    from agentspec.types import Labels, SamplingParams
 
-    on = mode == "on"
-    chat = ChatAgentSpec(model=model, runtime=runtime, temperature=0.0, max_tokens=max_tokens, speculation=on, store=on)
-    said: Mapping[str, str] = {"task": task}
-    with workflow(mode, session=task):
-        for name, instruction in STEPS.items():
-            said = {**said, name: step(name)(chat.invoke)(instruction.format(**said)).text}
-    return [said[name] for name in STEPS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    runs = RunTable("demo", turns=len(workflows[0].turns))
+    for number, workflow in enumerate(workflows, 1):
+        for variant in (OFF, ON, AGAIN):
+            labels, tenant = Labels(f"{number}, {variant}", "coding agent"), OFF if variant == OFF else ON
+            for turn in range(runs.turns):
+                progress(f"session {number} of {len(workflows)}, speculation {variant}, call {turn + 1}")
+                prompt = _prompt(backend, workflow, turn)
+                run = await ask(backend, prompt, greedy, tenant, labels=labels, speculation=variant != OFF)
+                runs.add(variant, run)
+    return runs
 
 
-def statement(off: list[str], on: list[str]) -> str:
-    """The text that says whether the outputs are identical."""
-    differ = sum(one != other for one, other in zip(off, on, strict=True))
+def _prompt(backend: TorchBackend, workflow: Workflow, turn: int) -> list[int]:
+    return backend.encode_chat(workflow.messages(turn))
+
+
+def _row(runs: RunTable, variant: str, sessions: int) -> str:
+    seconds, speed = sum(run.seconds for run in runs.runs[variant]) / sessions, runs.total_speed(variant)
+    forwards, faster = runs.steps_cell(variant) or "-", f"{speed / runs.total_speed(OFF):.2f}x"
+    return _line(variant, f"{seconds:.1f}", f"{speed:.1f}", forwards, faster, runs.same(variant, OFF))
+
+
+def _line(variant: str, *cells: str) -> str:
+    return f"{variant:<15}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _statement(runs: RunTable) -> str:
+    """The text that says whether the answers are identical."""
+    count = len(runs.runs[OFF])
+    differ = 2 * count - runs.identical(ON, OFF) - runs.identical(AGAIN, OFF)
     if not differ:
-        return f"Outputs: identical with speculation off and on, in all {len(off)} calls."
+        return f"Answers: identical with speculation off and on, token by token, in all {2 * count} calls."
     return (
-        f"Outputs: NOT identical: {differ} of {len(off)} calls differ. A near-tie between two tokens can fall either"
-        " way when rows are computed in batches of another shape; `agentspec verify` checks whether it was one."
+        f"Answers: NOT identical: {differ} of {2 * count} differ. A near-tie between two tokens can fall either way"
+        " when rows are computed in batches of another shape; `agentspec verify` checks whether it was one."
     )
-
-
-def _compared(step: str, off: StepRow, on: StepRow) -> str:
-    """A step's tokens by second of model time, and what speculation did to them."""
-    before, after, together = off.tokens_per_second or 0.0, on.tokens_per_second or 0.0, on.tokens_per_step or 0.0
-    speedup = f"{after / before:.2f}x" if before else "-"
-    figures = (f"{figure:.2f}" for figure in (together, before, after))
-    return _line(step, str(on.completion_tokens), str(on.verify_steps), *figures, speedup)
-
-
-def _line(step: str, *cells: str) -> str:
-    return f"{step:<10}" + "".join(f"{cell:>15}" for cell in cells)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli.common import JsonOption, ModelOption, command_group, print_json
+from agentspec.cli.common import JsonOption, ModelOption, command_group, creatable, print_json
 from agentspec.cli.recorded_files import SkipOption, choose, counted, progress
 from agentspec.errors import ConfigurationError
 
@@ -38,7 +38,9 @@ def of_hidden_states() -> None:
 @app.command()
 def build(
     corpus: Annotated[Path, typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option("--out", help="Folder to make; an index there is replaced", file_okay=False)],
+    out: Annotated[
+        Path, typer.Option(help="Folder to make; an index there is replaced", file_okay=False, callback=creatable)
+    ],
     kind: Annotated[KindName, typer.Option(help="Embeddings, the same by a graph, or words")] = KindName.dense,
     model: Annotated[str | None, typer.Option(help="Embedding model: a name or folder", show_default="minilm")] = None,
     skip_bad: SkipOption = False,
@@ -55,6 +57,7 @@ def build(
     if kind is KindName.bm25 and model is not None:
         raise ConfigurationError("--kind bm25 searches by words: leave --model out", param="model")
     model = model or "minilm"
+    folder.require_replaceable(out)
     import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
@@ -82,7 +85,12 @@ def _lasting(model: str) -> str:
 @knn.command("build")
 def build_datastore(
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder of the datastore; an unfinished one is continued", file_okay=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the datastore; an unfinished one is continued", file_okay=False, callback=creatable
+        ),
+    ],
     model: ModelOption = "smollm2-135m",
 ) -> None:
     """Read a corpus (JSON lines with "text") and store the hidden state before every token: 2 bytes a number."""

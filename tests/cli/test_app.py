@@ -53,7 +53,7 @@ def test_help_shows_all_that_is_written_and_every_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["serve", "--port", "x"], ["config", "nonsense"], ["demo", "--tasks", "0"]]
+    "arguments", [["nonsense"], ["serve", "--port", "x"], ["config", "nonsense"], ["demo", "--turns", "0"]]
 )
 def test_wrong_usage_exits_with_2(program, arguments):
     assert program(*arguments).exit_code == 2
@@ -103,19 +103,17 @@ def test_serve_refuses_options_that_cannot_work(program, arguments, says):
 # `agentspec demo` ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.model
-def test_the_demo_runs(program, default_model, monkeypatch) -> None:
-    monkeypatch.setenv("AGENTSPEC_MODELS", str(default_model.folder.parent.parent))
-    result = program("demo", "--tasks", "1", "--max-tokens", "8")
+def test_the_demo_compares_sessions_of_an_agent(program, tiny_model: Path) -> None:
+    result = program("demo", "--model", tiny_model, "--sessions", 2, "--turns", 1, "--max-tokens", 8)
     assert result.exit_code == 0, result.output
-    heading, *rows, last = result.output.splitlines()
-    assert heading.split() == ["step", "tokens", "forwards", "tokens/forward", "tok/s", "off", "tok/s", "on", "speedup"]
-    assert [row.split()[0] for row in rows] == ["write", "critique", "revise"]
-    for row in rows:
-        _, tokens, forwards, *_, speedup = row.split()
-        assert tokens == "8" and int(forwards) > 0 and speedup.endswith("x")
-    assert last == "Outputs: identical with speculation off and on, in all 3 calls."
+    title, heading, *rows, last = result.output.splitlines()
+    assert title.startswith("2 sessions of 1 call, with prompts of ")
+    assert heading.split() == ["speculation", "s/session", "tokens/s", "tok/forward", "speed-up", "same"]
+    for row, variant in zip(rows, ("off", "on", "on, same again"), strict=True):
+        *_, speed, forwards, faster, same = row.removeprefix(variant).split()
+        assert float(speed) > 0 and faster.endswith("x") and same == "2/2", row
+        assert forwards == "-" if variant == "off" else float(forwards) >= 1
+    assert last == "Answers: identical with speculation off and on, token by token, in all 4 calls."
 
 
 # `agentspec verify` --------------------------------------------------------------------------------------------------
@@ -154,6 +152,9 @@ def test_verify_reads_recorded_calls(program, tiny_model: Path, tmp_path: Path) 
         (("bench", "decode", "--json", "absent/x.json"), "absent is not a folder that can be written to"),
         (("bench", "agent", "--json", "."), "is a folder: name a file"),
         (("knn", "build", "empty", "--out", "empty"), "is a file"),
+        (("knn", "build", "empty", "--out", "/proc/self/store"), "/proc/self cannot be written to"),
+        (("kb", "build", "empty", "--out", "/proc/self/kb"), "/proc/self cannot be written to"),
+        (("kb", "build", "empty", "--out", "."), "exists and is no knowledge base"),
     ],
 )
 def test_bad_paths_are_refused_before_torch_is_imported(

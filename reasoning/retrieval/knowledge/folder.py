@@ -213,12 +213,17 @@ def _ordered(documents: Sequence[Document]) -> list[Document]:
     return ordered
 
 
+def require_replaceable(folder: Path) -> None:
+    """Raise `ConfigurationError` for a folder that holds something else than a knowledge base."""
+    if folder.exists() and not (folder / _MANIFEST).is_file():
+        raise ConfigurationError(f"{folder} exists and is no knowledge base: name another folder", param="out")
+
+
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A new folder that becomes `folder` when the block ends without an error."""
     folder = folder.absolute()
-    if folder.exists() and not (folder / _MANIFEST).is_file():
-        raise ConfigurationError(f"{folder} exists and is no knowledge base: name another folder", param="out")
+    require_replaceable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
