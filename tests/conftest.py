@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import os
 import selectors
 import shutil
@@ -328,6 +329,21 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.clock.now
+
+
+def running_in(loop: Callable[[], asyncio.AbstractEventLoop]) -> Any:
+    """A hook that runs the asynchronous tests of a folder in such a loop."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+        if not inspect.iscoroutinefunction(pyfuncitem.obj):
+            return None
+        arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(pyfuncitem.obj(**arguments))
+        return True
+
+    return pytest_pyfunc_call
 
 
 @pytest.fixture

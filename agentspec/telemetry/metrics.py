@@ -88,12 +88,10 @@ class Metrics:
         self._rounds.labels(label).inc(done.steps - done.forwards)
 
     def tenant_tokens(self, tenant: str, *, prompt: int, completion: int) -> None:
-        """Count the tokens of a tenant's request; the tenant is a configured one."""
         self._child(self._tenant_tokens, tenant, "prompt").inc(prompt)
         self._child(self._tenant_tokens, tenant, "completion").inc(completion)
 
     def limited(self, tenant: str, limit: str) -> None:
-        """Count a request that a limit of its key refused; both labels are of the configuration."""
         self._limited.labels(tenant, limit).inc()
 
     def _child(self, metric: T, *labels: str) -> T:
@@ -105,7 +103,6 @@ class Metrics:
         return cast(T, child)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _label(self, model: str | None) -> str:

@@ -28,9 +28,6 @@ class PoolBackend:
         self.pool = pool
         self._shown: OpenAIBackend | None = None
 
-    def __repr__(self) -> str:
-        return f"PoolBackend({self.pool.name!r})"
-
     @property
     def capabilities(self) -> Capabilities:
         """Those of the server that `probe` has reported, or of the first one: all should be alike."""

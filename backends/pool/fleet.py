@@ -119,10 +119,6 @@ class Servers:
         """Whether servers come and go."""
         return self.settings.resolve != "off"
 
-    def is_due(self) -> bool:
-        """Whether to look for servers now."""
-        return self.is_dynamic and current_time() >= self.look_at
-
     async def refresh(self) -> None:
         """Look which servers there are now. Those known before stay if that cannot be found out."""
         self.look_at = current_time() + DISCOVERY_SECONDS
@@ -219,7 +215,7 @@ class PoolWatch:
 
     def _look_around(self) -> None:
         for servers in self._servers:
-            if servers.is_due():
+            if servers.is_dynamic and current_time() >= servers.look_at:
                 self._begin(f"backends.{servers.name}", servers.refresh)
             for member in servers.members if servers.settings.probe else ():
                 self._begin(member.name, partial(_look, member))

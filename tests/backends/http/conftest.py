@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError
-from tests.conftest import JumpingLoop, JumpingSelector
+from tests.conftest import JumpingLoop, JumpingSelector, running_in
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -122,12 +119,4 @@ async def ask(backend: OpenAIBackend, body: bytes = b"{}", headers: dict[str, st
         return await response.aread()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    with asyncio.Runner(loop_factory=PatientLoop) as runner:
-        runner.run(
-            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
-        )
-    return True
+pytest_pyfunc_call = running_in(PatientLoop)

@@ -151,15 +151,6 @@ async def test_an_answer_in_pieces_is_bounded_as_a_whole_one_is(
         await collect(backend(events(*many, EVENTS[3])))
 
 
-async def test_models() -> None:
-    listed = {"data": [{"id": "a"}, {"id": 3}, "b"]}
-    upstream = backend([json.dumps(listed).encode()], content_type="application/json")
-    assert await upstream.models() == [{"id": "a"}]
-    with pytest.raises(UpstreamError, match="without a list"):
-        await backend([b"{}"], content_type="application/json").models()
-    await upstream.aclose()
-
-
 # The body that is sent.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -11,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2 as httpx
-import pytest
 
 from agentspec.backends.openai import OpenAIBackend
 from agentspec.backends.settings import FleetSettings, OpenAISettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.types import GenerateRequest
-from tests.conftest import JumpingLoop
+from tests.conftest import JumpingLoop, running_in
 
 CHAT = "/v1/chat/completions"
 ANSWER = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
@@ -108,13 +106,4 @@ def make(
     return Pool(runtime)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run asynchronous tests in virtual time."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        runner.run(
-            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
-        )
-    return True
+pytest_pyfunc_call = running_in(JumpingLoop)

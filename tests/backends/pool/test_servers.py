@@ -140,14 +140,3 @@ def test_a_lookup_that_hangs_blocks_nothing_and_the_next_one_counts(resolving: R
     asyncio.run(servers.refresh())
     assert names(fleet) == ["10.0.0.1:8000"]
     over.set()
-
-
-def test_a_lookup_that_fails_is_reported_once(resolving: Resolve, caplog: pytest.LogCaptureFixture) -> None:
-    def failing() -> list[str]:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    resolving(failing)
-    fleet = made(**BY_NAME)
-    for _ in range(3):
-        asyncio.run(fleet.servers["a"].refresh())
-    assert names(fleet) == [] and [record.levelname for record in caplog.records] == ["WARNING"]
