@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
@@ -73,46 +69,3 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     `InvalidRequestError` for an index given twice or an unknown source.
     """
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
-
-
-# Chains, for targets that verify no trees: `allocate_budget` in `speculation/governor.py` says in plain Python how much
-# of each a step verifies.
-
-Chain = _native.Chain
-"""One request's chain. `advance` follows further tokens, `replace` sets what follows, with the probability that all
-tokens up to each are accepted; `drafted`, `accepted` and `expected` tell of the chain proposed last. One thread at a
-time may use it."""
-
-
-class ChainTurn(NamedTuple):
-    """A chain's part in a step: at most `limit` tokens, accepted `factor` times as often as the chain says.
-
-    The request must gain `required` tokens, as in `allocate_budget`.
-    With `drafter`, what follows `context` is searched for in `indexes`; without, the chain goes on as it is.
-    """
-
-    chain: Chain
-    drafter: IndexDrafter | None
-    indexes: Sequence[Sourced]
-    context: Tokens
-    limit: int
-    factor: float
-    required: float = 0.0
-
-
-class StepCurve(NamedTuple):
-    """Seconds of a step by its tokens: straight lines between these points, level beyond them."""
-
-    tokens: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-
-
-propose_chains = _native.propose_chains
-"""Search, choose and propose for all requests of a step, its `ChainTurn`s, at the `StepCurve` `cost`, in one call;
-returns the proposed tokens of each.
-
-What requests require is served first; then the chains are cut together where the expected tokens per second are
-highest. No chain holds a token that is not below `vocabulary`, or that is less likely than `floor`: for a request
-that requires more than one token, which has to pay for that request alone, than `floor` by the number of requests. What
-is not found after `patience` seconds is left out; a chain of which more was known before goes on as it is then.
-"""

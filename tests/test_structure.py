@@ -24,9 +24,10 @@ ACROSS = {Path("reliability"), Path("matrix")}  # tests of promises about the wh
 
 DOORS = frozenset(
     """
-    backends.base backends.engine_plugin.cache_router backends.engine_plugin.settings backends.model_store
+    backends.base backends.engine_plugin.cache_router backends.engine_plugin.drafter backends.engine_plugin.settings
+    backends.model_store
     backends.openai backends.settings backends.sglang.corpus backends.sglang.drafting backends.sglang.plugin
-    backends.torch backends.vllm.drafting backends.vllm.plugin backends.vllm.proposer backends.vllm.runner_v2
+    backends.torch backends.vllm.plugin backends.vllm.proposer backends.vllm.runner_v2
     backends.vllm.runner_v2.plugin backends.vllm.runner_v2.retrieval backends.vllm.runner_v2.speculator background
     cache cache.deletion cache.settings cache.stored cache.tokens cli errors langchain
     langgraph proxy proxy.app proxy.serving reasoning.delegation.backend
@@ -56,7 +57,7 @@ INNER = frozenset(
     backends.torch.stepwise backends.torch.text.chat_template backends.torch.text.model_text
     backends.torch.text.structured_output backends.torch.text.tokenizer backends.torch.text.tool_parser
     backends.vllm.padding backends.vllm.runner_v2.hybrid backends.vllm.runner_v2.matching
-    backends.vllm.runner_v2.passages backends.vllm.step_cost cache._native cache.index cache.partition
+    backends.vllm.runner_v2.passages cache._native cache.index cache.partition
     cache.storage.batch_writer cache.storage.codec cache.storage.segments placement prediction protocol
     protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas protocol.errors
     protocol.headers protocol.messages protocol.openai_responses.events protocol.openai_responses.request

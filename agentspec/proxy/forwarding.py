@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.openai.backend import OpenAIBackend
-from agentspec.backends.openai.fields import GOAL, PRIORITY
+from agentspec.backends.openai.fields import PRIORITY
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
@@ -29,21 +29,14 @@ if TYPE_CHECKING:
     from agentspec.backends.http import UpstreamResponse
 
 
-async def with_policy(
-    backend: OpenAIBackend, path: str, fields: Mapping[str, Any], context: RequestContext
-) -> Mapping[str, Any]:
-    """The `fields` of a body for `path` with what the request's policy says and the body does not: the priority, if
-    the upstream schedules by it, and the latency goal, if its drafts serve one first.
-
-    The headers go on as they are, since another gateway may follow them.
+def with_priority(backend: OpenAIBackend, fields: Mapping[str, Any], context: RequestContext) -> Mapping[str, Any]:
+    """The `fields` of a body with the priority of the request's policy, if they have none and the upstream schedules by
+    it. The headers of the policy go on as they are, since another gateway may follow them.
     """
-    policy = context.policy
-    goal = policy.latency_ms_per_token
-    added: dict[str, Any] = {PRIORITY: policy.priority} if backend.settings.priority != "off" else {}
-    if goal is not None and await backend.keeps_latency(path):
-        added[GOAL] = goal
-    added = {name: value for name, value in added.items() if value is not None and fields.get(name) is None}
-    return {**fields, **added} if added else fields
+    priority = context.policy.priority
+    if priority is None or backend.settings.priority == "off" or fields.get(PRIORITY) is not None:
+        return fields
+    return {**fields, PRIORITY: priority}
 
 
 PARSED_BYTES = 64 << 10
@@ -172,7 +165,7 @@ async def upstream_body(body: RequestBody, context: RequestContext) -> bytes:
     fields that it did not request.
     """
     path, fields, model, backend = context.api, body.fields, context.route.upstream_model, context.upstream
-    asked = await with_policy(backend, path, fields, context)
+    asked = with_priority(backend, fields, context)
     added = await backend.body_fields(path, context.tenant, context.labels, asked, context.off)
     if not context.store and (
         path == RESPONSES or (path == CHAT and fields.get("store"))

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentspec.cache.index import DEPTH, Chain, IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.prediction import PredictedText
-from agentspec.speculation.governor import LatencyGoal, RequestStats
 from agentspec.types import Labels, Source
 
 
@@ -26,12 +25,8 @@ class TokenTree(NamedTuple):
 
 EMPTY_TREE = TokenTree([], [])
 _TRANSCRIPT = 0
-SURE = 0.8  # no new search is needed if the next token has at least this probability
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
-LONGEST_TIME = 1e12  # milliseconds per token: no client waits longer, and no number below is too large to compute with
-LATENCY = "agentspec_latency_ms_per_token"
-"""The field for extensions that holds the milliseconds per token that the answer should keep after its first token."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 MOST_PREDICTED = 16384  # tokens of a prediction that are followed
 GROUP_SEARCHED = 5  # requests of a group, the oldest that are open, whose outputs are searched
@@ -112,7 +107,6 @@ class RequestInfo:
     max_tokens: int | None = None  # of output
     stop_strings: bool = False  # whether the output may end at one
     prediction: tuple[int, ...] = ()  # tokens of the answer, as its client predicts it
-    seconds_per_token: float | None = None
     store: bool = True
     share: bool = True  # else only the session keeps the output, and nothing is written
     speculation: bool = True
@@ -126,8 +120,7 @@ def client_fields(sent: Mapping[str, object]) -> dict[str, Any]:
     names = [sent.get(f"agentspec_{label}") for label in ("session", "workflow", "step", "group")]
     *labels, group = (name if isinstance(name, str) else None for name in names)
     switches = {name: sent.get(f"agentspec_{name}", "on") == "on" for name in ("store", "share", "speculation")}
-    read = {"prediction": prediction_in(sent), "seconds_per_token": seconds_per_token_in(sent)}
-    return {"labels": Labels(*labels), "group": group or "", **switches, **read}
+    return {"labels": Labels(*labels), "group": group or "", "prediction": prediction_in(sent), **switches}
 
 
 def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
@@ -137,17 +130,6 @@ def prediction_in(fields: Mapping[str, object]) -> tuple[int, ...]:
         return ()
     first = given[:MOST_PREDICTED]
     return tuple(first) if all(type(token) is int and 0 <= token <= MOST_TOKEN for token in first) else ()
-
-
-def seconds_per_token_in(fields: Mapping[str, object]) -> float | None:
-    """The time per token that the client asks for; None if there is none, or if it is no number above 0.
-
-    Less than a nanosecond asks for no more than a nanosecond does, and can be divided by.
-    """
-    given = fields.get(LATENCY)
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < LONGEST_TIME:
-        return None
-    return max(1e-9, given / 1000.0)
 
 
 class Deletions:
@@ -164,13 +146,12 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "asked cache chain deletions finished group latency length output_length predicted prompt_length ready recorded"
-        " request source stats stopped tenant tree"
+        "cache deletions finished group length output_length predicted prompt_length ready recorded request source"
+        " stopped tenant tree"
     ).split()
 
     def __init__(self, length: int, request: RequestInfo) -> None:
         self.length = self.prompt_length = length  # the former of prompt and output
-        self.stats = RequestStats()
         self.request = request
         self.output_length = 0  # tokens of output
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
@@ -180,18 +161,14 @@ class RequestState:
         self.group: list[RequestState] = []  # the open requests of its group
         self.deletions = Deletions.count
         self.tenant, self.source = "private", "cache"  # by which drafts are counted
-        self.chain = Chain()  # for engines that verify chains
-        self.tree = EMPTY_TREE  # the last draft, for engines that verify trees
-        self.asked = False
+        self.tree = EMPTY_TREE  # the last draft
         self.predicted = PredictedText(request.prediction) if request.prediction and request.speculation else None
-        self.latency = None if request.seconds_per_token is None else LatencyGoal(request.seconds_per_token)
 
     def advance(self, fresh: Tokens) -> Tokens:
         """Follow new tokens of the request; returns those that are output.
 
         The target may sample tokens after the end of an output; the server cuts them off later.
         """
-        self.chain.advance(fresh)
         if self.predicted is not None:
             self.predicted.follow(fresh.tolist())
         self.length += len(fresh)
@@ -243,28 +220,11 @@ class RequestState:
                 found = found + [one for one in theirs.indexes if one[1] == Source.SESSION]
         return found
 
-    def required_tokens(self, now: float, step_seconds: float) -> float:
-        """How many tokens a step of `step_seconds`, begun `now`, must add to keep the latency goal; 0 without one."""
-        if self.latency is None or not self.output_length:
-            return 0.0
-        self.latency.begin(now)
-        return self.latency.required_tokens(self.output_length, now, step_seconds)
-
-    def is_certain(self, least: int = 1) -> bool:
-        """Whether what follows is known for long enough (`least` tokens), and likely enough, to need no new search."""
-        return self.chain.is_certain(max(least, self.chain.drafted), SURE)
-
-    def from_prediction(self, limit: int) -> list[int]:
-        """What the client predicts next; empty where its prediction is lost or has mostly been wrong of late."""
+    def from_prediction(self, limit: int, least: float = 0.0) -> list[int]:
+        """What the client predicts next, as far as all of it is accepted with a probability of `least`; empty where the
+        prediction is lost or has mostly been wrong of late.
+        """
         text = self.predicted
-        return [] if text is None or text.confidence < HOPELESS else text.ahead(limit)
-
-    def confidence(self, count: int) -> list[float]:
-        """The probability that all predicted tokens up to each of the next `count` are accepted."""
-        likely = 0.0 if self.predicted is None else self.predicted.confidence
-        return [likely**length for length in range(1, count + 1)]
-
-    @property
-    def factor(self) -> float:
-        """How often drafted tokens are accepted compared with what was expected of this request's drafts; at most 1."""
-        return min(1.0, self.stats.factor)
+        if text is None or not self.drafts or text.confidence < HOPELESS:
+            return []
+        return [token for count, token in enumerate(text.ahead(limit), 1) if text.confidence**count >= least]

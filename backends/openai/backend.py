@@ -13,7 +13,7 @@ from agentspec.backends.base import Capabilities
 from agentspec.backends.http import MAX_LIST_BYTES, Room, UpstreamResponse, decode_json
 from agentspec.backends.http.errors import status_error
 from agentspec.backends.http.response import MAX_ANSWER_BYTES
-from agentspec.backends.openai.fields import GOAL, PRIORITY, token_id_fields
+from agentspec.backends.openai.fields import PRIORITY, token_id_fields
 from agentspec.backends.openai.probe import ProbeReport, probe
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.openai.upstream import Upstream
@@ -58,10 +58,8 @@ class OpenAIBackend(Upstream):
             body |= token_id_fields(body)
         if request.priority and self.settings.priority != "off":
             body[PRIORITY] = request.priority
-        goal = request.latency_target_ms_per_token
-        asked = body if goal is None else body | {GOAL: goal}
         off = switched_off(store=request.store, share=request.share, speculation=request.speculation)
-        body |= await self.body_fields(path, request.tenant, request.labels, asked, off)
+        body |= await self.body_fields(path, request.tenant, request.labels, body, off)
         labels = self._own_labels(request.tenant, request.labels)
         headers = {
             "content-type": "application/json",

@@ -1,4 +1,4 @@
-"""The fields added to a request by the kind of server: labels, priority, latency goal, prediction, switches."""
+"""The fields added to a request by the kind of server: labels, priority, prediction, switches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, UpstreamError
 from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.protocol.messages import parse_prediction
-from agentspec.types import Labels, check_latency_goal
+from agentspec.types import Labels
 
 Order = Literal["lowest_first", "highest_first"]
 SESSION, PRIORITY, XARGS = "session_id", "priority", "vllm_xargs"
@@ -22,9 +22,7 @@ SESSION, PRIORITY, XARGS = "session_id", "priority", "vllm_xargs"
 ORDERS: Mapping[str, Order] = {"vllm": "lowest_first", "sglang": "highest_first"}
 # The field that carries switches to our drafter inside a server, and the routes that have it.
 _SWITCHES = {"vllm": (XARGS, (CHAT, COMPLETIONS, RESPONSES)), "sglang": ("custom_params", (CHAT, COMPLETIONS))}
-GOAL = "latency_target_ms_per_token"  # the field of a body: milliseconds per token after the first
-# Its name in `vllm_xargs`, and that of the prediction's token ids, which `backends/vllm/proposer.py` reads.
-LATENCY, PREDICTION = "agentspec_latency_ms_per_token", "agentspec_prediction"
+PREDICTION = "agentspec_prediction"  # its token ids in `vllm_xargs`, which `backends/vllm/proposer.py` reads
 MAX_PREDICTED = 32_768
 TOKENIZE_SECONDS = 2.0
 
@@ -86,23 +84,12 @@ def priority_fields(settings: OpenAISettings, kind: ServerKind | None, given: Ma
     return {PRIORITY: value if order == "lowest_first" else -value}
 
 
-def goal_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm_xargs` with the latency goal of the body; the client's own argument stays. Raises `InvalidRequestError`."""
-    goal = given[GOAL]
-    check_latency_goal(goal)
-    return {} if _has_argument(given, LATENCY) else _added(XARGS, {LATENCY: float(goal)}, given)
-
-
-def _has_argument(given: Mapping[str, Any], name: str) -> bool:
-    theirs = given.get(XARGS)
-    return isinstance(theirs, Mapping) and name in theirs
-
-
 async def prediction_fields(endpoint: Endpoint, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """`vllm_xargs` with the token ids of the body's `prediction`, as the server's `/tokenize` makes them. If it cannot,
     the request is sent without: only drafts are lost.
     """
-    if _has_argument(given, PREDICTION):
+    theirs = given.get(XARGS)
+    if isinstance(theirs, Mapping) and PREDICTION in theirs:
         return {}
     try:
         most = _most_tokens(given)

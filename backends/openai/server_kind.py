@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint, decode_json
-from agentspec.backends.openai.metrics import DrafterInfo, read_drafter
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import UpstreamError, UpstreamStatusError
 
@@ -21,7 +20,6 @@ ROUTE_SECONDS = 3600.0  # how long it holds that an upstream has a route, or doe
 ROUTE_RETRY_SECONDS = 60.0  # after an answer that shows nothing, such as a refused key
 _ACCOUNT = ("authorization", "x-api-key", "openai-", "anthropic-")  # other headers describe the real request
 _HAS, _HAS_NOT = (400, 422), (200, 404, 405, 501)  # a server that accepts an empty request has no such route either
-_DRAFTER = ("agentspec", "suffix")  # the drafter, and the method whose chains serve a latency goal first
 
 
 class _Result(Generic[T]):
@@ -57,7 +55,6 @@ class ServerDetector:
         self._endpoint = endpoint
         self._configured = None if settings.server_kind == "auto" else settings.server_kind
         self._kind: _Result[ServerKind] = _Result(self._configured)
-        self._drafter = _Result[DrafterInfo]()
         self._routes: dict[str, _Result[bool]] = {}
 
     @property
@@ -74,13 +71,6 @@ class ServerDetector:
     async def is_vllm(self) -> bool:
         """Whether it is vLLM. A server that has never answered counts as another, and gets no field it might refuse."""
         return await self.kind() == "vllm"
-
-    async def keeps_latency(self) -> bool:
-        """Whether its drafts serve latency goals first: our plug-in drafts in vLLM, as its metrics say."""
-        if not await self.is_vllm():
-            return False
-        drafter = await self._drafter.get(lambda: read_drafter(self._endpoint, LOOK_SECONDS))
-        return drafter is not None and (drafter.name, drafter.method) == _DRAFTER
 
     async def has_route(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether it has `path`, asked with the client's key in `headers`; False while that is not known."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse
 from agentspec.backends.openai import fields as wire
-from agentspec.backends.openai.fields import GOAL, PRIORITY, SESSION
+from agentspec.backends.openai.fields import PRIORITY, SESSION
 from agentspec.backends.openai.isolation import SALT, TenantIsolation
 from agentspec.backends.openai.server_kind import ServerDetector
 from agentspec.backends.openai.tokenization import ServerTokenization
@@ -22,7 +22,7 @@ from agentspec.protocol.headers import label_headers, read_labels
 from agentspec.types import DEFAULT_TENANT, Labels
 
 logger = logging.getLogger(__name__)
-_TRANSLATED = ("prediction", GOAL, PRIORITY)  # fields of requests that some servers get in another form
+_TRANSLATED = ("prediction", PRIORITY)  # fields of requests that some servers get in another form
 _LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments in addition to OpenAI's
 
 
@@ -98,11 +98,10 @@ class Upstream:
     ) -> dict[str, Any]:
         """The fields to set in a body for `path`, which already has the fields `given`.
 
-        vLLM gets the labels and the tokens of a prediction; with our drafter also the latency goal. vLLM and SGLang get
-        the session's name and what is switched `off`, and, if the settings say so, the client's priority on their own
-        scale. With several tenants both get a salt for each tenant, and the tenant's own names of sessions and
-        workflows. May wait until the upstream is recognised. Raises `UpstreamIsolationError` if it is neither,
-        `InvalidRequestError` for a salt or goal that is none.
+        vLLM gets the labels and the tokens of a prediction. vLLM and SGLang get the session's name and what is switched
+        `off`, and, if the settings say so, the client's priority on their own scale. With several tenants both get a
+        salt for each tenant, and the tenant's own names of sessions and workflows. May wait until the upstream is
+        recognised. Raises `UpstreamIsolationError` if it is neither, `InvalidRequestError` for a salt that is none.
         """
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
@@ -125,13 +124,11 @@ class Upstream:
         return fields | (wire.switch_fields(kind, path, off, {**given, **fields}) if off else {})
 
     async def _vllm_fields(self, sent: Labels, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields for our drafter in a vLLM server: the labels, the prediction and the latency goal."""
+        """The fields for our drafter in a vLLM server: the labels and the prediction."""
         fields = wire.label_fields(sent, given)
         if given.get("prediction") is not None:
             model = self.settings.model or str(given.get("model"))
             fields |= await wire.prediction_fields(self.endpoint, model, {**given, **fields})
-        if given.get(GOAL) is not None and await self._detector.keeps_latency():
-            fields |= wire.goal_fields({**given, **fields})
         return fields
 
     @property
@@ -147,10 +144,6 @@ class Upstream:
         if wire.takes_switches(kind, CHAT) and not wire.takes_switches(kind, path):
             return False
         return (self._apart is None or path in _LABELLED) and await self._detector.has_route(path, headers)
-
-    async def keeps_latency(self, path: str) -> bool:
-        """Whether the upstream's drafts serve latency goals first: it runs our drafter, and `path` can carry goals."""
-        return path in _LABELLED and await self._detector.keeps_latency()
 
     def tokenizer_of(self, model: str) -> ServerTokenization:
         """vLLM's tokenizer endpoints for `model`, whether the upstream has them or not."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.drafter import DraftTurn
 from agentspec.backends.engine_plugin.request_state import (
     EMPTY_TREE,
     Ending,
@@ -23,7 +24,7 @@ from agentspec.backends.engine_plugin.request_state import (
     client_fields,
 )
 from agentspec.backends.engine_plugin.rounds import FailureLog
-from agentspec.backends.sglang.drafting import Int64s, TreeDrafter, TreeTurn, to_arrays
+from agentspec.backends.sglang.drafting import Int64s, TreeDrafter, to_arrays
 from agentspec.cache.index import DEPTH, Sourced, SuffixIndex
 from agentspec.cache.tokens import Tokens
 from agentspec.types import Source
@@ -230,17 +231,17 @@ class TokenCacheCorpus(ExternalTexts):
     ) -> list[TokenTree]:
         if self._drafter is None:
             return []
-        turns: dict[int, TreeTurn] = {}
+        turns: dict[int, DraftTurn] = {}
         for row, (rid, tail, total) in enumerate(zip(req_ids, batch_tokens, total_lens, strict=True)):
             if (live := self._live.get(rid)) is not None:
                 with self._failures.caught():
-                    turns[row] = _turn(live, tail, total)
-        drafted = self._drafter.draft(list(turns.values()), self.draft_token_num - 1) if turns else []
+                    turns[row] = _turn(live, tail, total, self.draft_token_num - 1)
+        drafted = self._drafter.propose(list(turns.values())) if turns else []
         found = dict(zip(turns, drafted, strict=True))
         return [found.get(row, EMPTY_TREE) for row in range(len(req_ids))]
 
 
-def _turn(live: _Live, tail: Sequence[int], total: int) -> TreeTurn:
+def _turn(live: _Live, tail: Sequence[int], total: int, limit: int) -> DraftTurn:
     """The draft turn of a request with `total` tokens, of which `tail` are the last.
 
     Under overlap scheduling the last accepted tokens are in `tail` only, not yet in the request's output.
@@ -254,7 +255,8 @@ def _turn(live: _Live, tail: Sequence[int], total: int) -> TreeTurn:
         context = list(tail)
     fresh = max(0, total - live.seen)
     live.seen = max(live.seen, total)
-    return TreeTurn(live.state, context[-fresh:] if 0 < fresh <= len(context) else [], _int32(context))
+    new = context[-fresh:] if 0 < fresh <= len(context) else []
+    return DraftTurn(live.state, _int32(new), _int32(context), limit)
 
 
 def _int32(tokens: Sequence[int]) -> Tokens:

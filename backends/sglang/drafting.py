@@ -1,41 +1,31 @@
-"""Draft trees for all requests of a server, once per step (a round), and the flat arrays in which SGLang's NGRAM worker
-takes them. Independent of SGLang's classes.
+"""The drafter of SGLang's requests, and the flat arrays in which its NGRAM worker takes draft trees. Independent of
+SGLang's classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
-from agentspec.backends.engine_plugin.request_state import EMPTY_TREE, Ending, RequestState, TokenTree
-from agentspec.cache.index import DraftJob, Sourced
+from agentspec.backends.engine_plugin.drafter import ServerDrafter
+from agentspec.backends.engine_plugin.recorder import OutputUpdate
+from agentspec.backends.engine_plugin.request_state import RequestState, TokenTree
 from agentspec.cache.tokens import EMPTY, Tokens
-from agentspec.types import path_length
 
 Int64s = NDArray[np.int64]
 
 
-def chain(tokens: Sequence[int]) -> TokenTree:
-    return TokenTree(list(tokens), list(range(-1, len(tokens) - 1)))
+class TreeDrafter(ServerDrafter):
+    """Drafts before the scheduler has processed the last step: what it may still cut off is followed, not recorded."""
 
+    def record(self, state: RequestState, fresh: Tokens) -> None:
+        """Record further tokens of the request's output, which are final."""
+        self._recorder.extend([OutputUpdate(state, fresh, 0, 0)])
 
-def within(tree: TokenTree, vocabulary: int) -> TokenTree:
-    """The tree without nodes whose token, or that of a node above, is not in the vocabulary."""
-    if max(tree.tokens, default=0) < vocabulary:
-        return tree
-    kept: dict[int, int] = {-1: -1}
-    tokens, parents = list[int](), list[int]()
-    for node, (token, parent) in enumerate(zip(*tree, strict=True)):
-        if token < vocabulary and parent in kept:
-            kept[node] = len(tokens)
-            tokens.append(token)
-            parents.append(kept[parent])
-    return TokenTree(tokens, parents)
+    def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
+        return super()._update(state, fresh)._replace(tokens=EMPTY)
 
 
 def to_arrays(last_tokens: Sequence[int], trees: Sequence[TokenTree], nodes: int) -> tuple[Int64s, Int64s]:
@@ -60,75 +50,3 @@ def to_arrays(last_tokens: Sequence[int], trees: Sequence[TokenTree], nodes: int
         mask[:, node] = mask[rows, parents[:, node]]
         mask[:, node, node] = 1
     return tokens.reshape(-1), mask.reshape(-1)
-
-
-class TreeTurn(NamedTuple):
-    """A request's part in a round: its last tokens `context`, and those of them that are new since its last round."""
-
-    state: RequestState
-    fresh: list[int]
-    context: Tokens
-
-
-class TreeDrafter(RecordingDrafter):
-    """Drafts token trees for the requests of a server."""
-
-    def __init__(
-        self, open_cache: Open, vocabulary: int, *, shared: Sequence[Sourced] = (), on_close: Callable[[bool], None]
-    ) -> None:
-        """`shared` are indexes that every request is drafted from in addition to its own."""
-        super().__init__(open_cache, vocabulary, on_close=on_close)
-        self._shared = shared
-
-    def record(self, state: RequestState, tokens: Tokens) -> None:
-        """Record further tokens of the request's output, which are final."""
-        self._recorder.extend([OutputUpdate(state, tokens, 0, 0)])
-
-    def end(self, state: RequestState, ending: Ending) -> None:
-        """End a request, and keep its output unless that was aborted."""
-        self._recorder.end(state, ending)
-
-    def draft(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
-        """A tree of at most `nodes` nodes for each request. SGLang verifies that many in any case."""
-        started = perf_counter()
-        try:
-            self._learn(turns)
-            wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
-            trees = self._search(turns, nodes)
-        except Exception as error:
-            self._failures.report(error)
-            trees = [EMPTY_TREE for _ in turns]
-        for turn, tree in zip(turns, trees, strict=True):
-            turn.state.tree = tree
-        self.stats.add(perf_counter() - started, [len(tree.tokens) for tree in trees])
-        return trees
-
-    def _learn(self, turns: Sequence[TreeTurn]) -> None:
-        """Count what became of the last trees, and follow the text in what clients predicted."""
-        updates: list[OutputUpdate] = []
-        for state, fresh, _ in turns:
-            if state.predicted is not None:
-                state.predicted.follow(fresh)
-            if drafted := len(state.tree.tokens):
-                right = path_length(*state.tree, fresh)
-                self.stats.accepted += right
-                updates.append(OutputUpdate(state, EMPTY, drafted, right))
-        self._recorder.extend(updates)
-
-    def _search(self, turns: Sequence[TreeTurn], nodes: int) -> list[TokenTree]:
-        trees = [chain(turn.state.from_prediction(nodes)) for turn in turns]
-        jobs = [None if tree.tokens else self._job(turn, nodes) for turn, tree in zip(turns, trees, strict=True)]
-        for turn, tree in zip(turns, trees, strict=True):
-            turn.state.source = "prediction" if tree.tokens else "cache"
-        for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
-            if draft is not None:
-                trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
-        return [within(tree, self._vocabulary) for tree in trees]
-
-    def _job(self, turn: TreeTurn, nodes: int) -> DraftJob | None:
-        """The search for a request; None if its cache is not open, or no drafts are made for it."""
-        state = turn.state
-        cache = state.cache  # the recorder may take it away meanwhile
-        if cache is None or not state.drafts:
-            return None
-        return cache.drafter, [*state.indexes, *self._shared], turn.context, nodes, 0.0, False

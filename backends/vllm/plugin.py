@@ -27,6 +27,7 @@ _REQUEST_FIELDS = ("req_id", "prompt_token_ids", "prompt_embeds", "sampling_para
 METRICS = Requirement("vllm.v1.metrics.loggers", "PrometheusStatLogger", ("log_engine_initialized", "vllm_config"))
 REQUIREMENTS = (
     Requirement("vllm.config.speculative", "has_arctic_inference"),
+    Requirement("vllm.config.speculative", "SpeculativeConfig", ("suffix_decoding_min_token_prob",)),
     Requirement("vllm.v1.spec_decode.suffix_decoding", "SuffixDecodingProposer.__init__", ("vllm_config",)),
     Requirement(
         "vllm.v1.spec_decode.suffix_decoding",
@@ -35,7 +36,7 @@ REQUIREMENTS = (
     ),
     Requirement(_OUTPUT, "NewRequestData", _REQUEST_FIELDS),
     Requirement(_OUTPUT, "NewRequestData.from_request", ("request",)),
-    Requirement(_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids", "total_num_scheduled_tokens")),
+    Requirement(_OUTPUT, "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
     Requirement(
         "vllm.v1.worker.gpu_input_batch",
         "InputBatch",

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget, open_router
+from agentspec.backends.engine_plugin.drafter import DraftTurn, ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, client_fields
 from agentspec.backends.engine_plugin.rounds import FailureLog
-from agentspec.backends.engine_plugin.settings import enabled, read_settings
-from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
-from agentspec.backends.vllm.padding import SWITCH, padding_for
+from agentspec.backends.engine_plugin.settings import read_settings
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
@@ -46,10 +45,8 @@ def open_drafter(config: Any) -> ServerDrafter:
     """The drafter for a `VllmConfig`, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
     model = config.model_config
     router = open_router(read_settings(ENGINE), model)
-    enabled(SWITCH, default=False)  # raises now, not in the first round
-    drafter = ServerDrafter(
-        router.open, model.get_vocab_size(), on_close=router.close, padding=lambda: padding_for(config)
-    )
+    least = float(config.speculative_config.suffix_decoding_min_token_prob)
+    drafter = ServerDrafter(router.open, model.get_vocab_size(), chains=True, least=least, on_close=router.close)
     close_at_exit(drafter.close)
     return drafter
 
@@ -64,7 +61,6 @@ class SuffixDecodingProposer:
         self._states: dict[str, RequestState] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
         self._skip = False  # the scheduler wants no drafts after the step that runs now
-        self._computed: int | None = None  # tokens of the step that runs now; 0 if steps passed without a round
         listen_to_scheduler()
 
     def load_model(self, *_: object, **__: object) -> None:
@@ -87,8 +83,6 @@ class SuffixDecodingProposer:
     def scheduled(self, output: Any, batch: Any) -> None:
         """Begin the requests that a step begins; `batch` holds them already."""
         self._skip = bool(getattr(output, "skip_drafts", False))  # vLLM before 0.33 does not say
-        if output.total_num_scheduled_tokens:
-            self._computed = output.total_num_scheduled_tokens if self._computed is None else 0
         if self._drafter is None:
             return
         for new in output.scheduled_new_reqs:
@@ -98,7 +92,7 @@ class SuffixDecodingProposer:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-                self._states[new.req_id] = self._drafter.begin(prompt, request_info(new))
+                self._states[new.req_id] = self._drafter.begin_state(prompt, request_info(new))
 
     def propose(
         self,
@@ -123,10 +117,8 @@ class SuffixDecodingProposer:
             wanted = state.request.speculation and not self._skip
             limit = min(num_speculative_tokens, self._max_length - length - 1) if wanted else 0
             turns[row] = draft_turn(state, tokens, length, len(sampled), limit)
-        chains = self._drafter.propose(list(turns.values()), computed=self._computed)
-        self._computed = None
-        for row, chain in zip(turns, chains, strict=True):
-            drafts[row] = chain
+        for row, chain in zip(turns, self._drafter.propose(list(turns.values())), strict=True):
+            drafts[row] = chain.tokens
         return drafts
 
     def _end(self, identity: str) -> None:

@@ -63,7 +63,6 @@ VARIANTS = {
         Variant(OFF, variables=_OFF),
         Variant("Arctic", "suffix", _OFF),
         Variant("agentspec", "suffix", cached=True),
-        Variant("agentspec padded", "suffix", {"AGENTSPEC_VLLM_PAD": "on"}, cached=True),
         Variant("ngram_gpu", "ngram_gpu", _OFF),
         Variant("agentspec V2", "ngram_gpu", {"AGENTSPEC_VLLM_V2": "on"}, cached=True),
     )

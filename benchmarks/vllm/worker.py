@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo
 from agentspec.benchmarks.vllm import SCRIPTED
 from agentspec.types import Labels
@@ -86,10 +87,12 @@ def own_output() -> Reply:
 def learn_call(ours: Any, call: dict[str, Any]) -> int:
     """Let a `ServerDrafter` or a `PassageRetriever` learn one call, as if a request had made it."""
     prompt, answer = (np.array(call[part], dtype=np.int32) for part in ("prompt", "response"))
-    request = ours.begin(prompt, RequestInfo(Labels(call["session"]), max_tokens=len(answer)))
-    if hasattr(ours, "record"):
+    info = RequestInfo(Labels(call["session"]), max_tokens=len(answer))
+    if isinstance(ours, ServerDrafter):
+        request: Any = ours.begin_state(prompt, info)
         ours.record(request, answer)
     else:
+        request = ours.begin(prompt, info)
         ours.advance([(request, answer)])
     ours.end(request)
     if not ours.flush(FLUSH_SECONDS):

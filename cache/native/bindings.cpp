@@ -16,7 +16,6 @@
 #include <tuple>
 #include <utility>
 
-#include "drafting/chains.hpp"
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
 #include "drafting/workers.hpp"
@@ -144,20 +143,6 @@ nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::option
     return arrays_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
 }
 
-using Turn = std::tuple<Chain*, std::optional<const Drafter*>, Indexes, Input<Token>, std::size_t, double, double>;
-
-using Curve = std::pair<Input<double>, Input<double>>;
-
-std::vector<std::vector<Token>> chains_of(const std::vector<Turn>& asked, const Curve& curve, double floor,
-                                          Token vocabulary, std::optional<double> patience) {
-    std::vector<ChainTurn> turns;
-    for (const auto& [chain, drafter, indexes, context, limit, factor, required] : asked) {
-        turns.push_back({chain, drafter.value_or(nullptr), sourced(indexes), view(context), limit, factor, required});
-    }
-    const StepCost cost{view(curve.first), view(curve.second)};
-    return unlocked([&] { return propose_chains(turns, turns.size(), cost, floor, vocabulary, within(patience)); });
-}
-
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
@@ -282,31 +267,6 @@ void bind_drafter(nb::module_& m) {
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
-void bind_chains(nb::module_& m) {
-    nb::class_<Chain>(m, "Chain")
-        .def(nb::init<>())
-        .def(
-            "advance", [](Chain& self, const Input<Token>& fresh) { self.advance(view(fresh)); }, "fresh"_a.noconvert())
-        .def("replace", &Chain::replace, "tokens"_a, "acceptance"_a)
-        .def("clear", &Chain::clear)
-        .def_prop_ro("tokens",
-                     [](const Chain& self) { return std::vector(self.tokens().begin(), self.tokens().end()); })
-        .def_prop_ro("acceptance",
-                     [](const Chain& self) { return std::vector(self.acceptance().begin(), self.acceptance().end()); })
-        .def(
-            "is_certain",
-            [](const Chain& self, std::size_t count, double least) {
-                const auto acceptance = self.acceptance();
-                return acceptance.size() >= count && !acceptance.empty() && acceptance.front() >= least;
-            },
-            "count"_a, "least"_a)
-        .def_prop_ro("drafted", &Chain::drafted)
-        .def_prop_ro("accepted", &Chain::accepted)
-        .def_prop_ro("expected", &Chain::expected);
-    m.def("propose_chains", &chains_of, "turns"_a, "cost"_a, nb::kw_only(), "floor"_a = 0.0,
-          "vocabulary"_a = kMostToken + 1, "patience"_a = nb::none());
-}
-
 /// The errors of the core as those of the package.
 void raise_own(const std::exception_ptr& thrown, void*) {
     const auto raise = [](const char* name, const std::exception& error) {
@@ -340,5 +300,4 @@ NB_MODULE(_native, m) {
     });
     bind_index(m);
     bind_drafter(m);
-    bind_chains(m);
 }

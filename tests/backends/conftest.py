@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.engine_plugin import cache_router  # what an engine opens by its own configuration
+from agentspec.backends.engine_plugin import cache_router, drafter  # what an engine opens by its own configuration
 from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.backends.sglang import drafting as sglang_drafting
-from agentspec.backends.vllm import drafting as vllm_drafting
 from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
@@ -43,7 +41,7 @@ def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[l
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that wait for their drafts however busy the machine is: here it matters what is found, not when."""
-    for module in (sglang_drafting, vllm_drafting, retrieval):
+    for module in (drafter, retrieval):
         monkeypatch.setattr(module, "PATIENCE", 60.0)
 
 

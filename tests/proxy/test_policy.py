@@ -97,32 +97,6 @@ def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, ro
     assert [request.json["priority"] for request in server.requests if request.target == CHAT] == [-4]
 
 
-def vllm(metrics: bytes) -> Any:
-    """A script for a vLLM server with these metrics."""
-
-    def script(request: Any) -> None:
-        request.answer(
-            {"/v1/models": b'{"data": [{"id": "m", "owned_by": "vllm"}]}', "/metrics": metrics}.get(
-                request.target, b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
-            )
-        )
-
-    return script
-
-
-@pytest.mark.parametrize("drafter", ["agentspec", "arctic"])
-def test_a_latency_goal_is_told_to_a_server_with_our_drafter(gateway: Any, upstream: Any, drafter: str) -> None:
-    server = upstream(vllm(b'agentspec_vllm_drafter_info{drafter="%s",method="suffix"} 1.0\n' % drafter.encode()))
-    running = gateway({}, upstream_settings(server.url))
-    asked = {"x-agentspec-latency-ms-per-token": "20"}
-    assert ask(running, asked).status_code == ask(running, asked, latency_target_ms_per_token=5).status_code == 200
-    messages = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
-    assert httpx.post(f"{running.url}/v1/messages", json=messages, headers=asked, timeout=60).status_code == 200
-    bodies = [request.json for request in server.requests if request.target == CHAT]
-    told = [body.get("vllm_xargs", {}).get("agentspec_latency_ms_per_token") for body in bodies]
-    assert told == ([20, 5, 20] if drafter == "agentspec" else [None] * 3)  # the body comes first
-
-
 OFF = {"agentspec_store": "off", "agentspec_speculation": "off"}
 SWITCHED = {"x-agentspec-store": "off", "x-agentspec-speculation": "off"}
 ROUTES = {

@@ -15,7 +15,7 @@ from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import Api, History
 from agentspec.proxy.body.budget import RequestBody
-from agentspec.proxy.forwarding import with_policy
+from agentspec.proxy.forwarding import with_priority
 from agentspec.proxy.request_context import RequestContext
 from agentspec.types import Delta
 
@@ -44,7 +44,7 @@ async def chat_request(
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if "max_tokens" in fields and str(backend.settings.url.host).endswith(_HOSTED):
         fields["max_completion_tokens"] = fields.pop("max_tokens")
-    asked = await with_policy(backend, CHAT, fields, context)
+    asked = with_priority(backend, fields, context)
     fields |= await backend.body_fields(CHAT, context.tenant, context.labels, asked, context.off)
     return await body.work(encode, fields), writer
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from agentspec.backends.engine_plugin.request_state import (
-    LATENCY,
     MOST_PREDICTED,
     PREDICTION,
-    RequestInfo,
-    RequestState,
     prediction_in,
-    seconds_per_token_in,
 )
 
 
@@ -28,24 +22,3 @@ from agentspec.backends.engine_plugin.request_state import (
 )
 def test_a_prediction_is_a_list_of_tokens_whose_beginning_is_followed(given: object, tokens: tuple[int, ...]) -> None:
     assert prediction_in({PREDICTION: given}) == tokens and prediction_in({}) == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        *((given, None) for given in (None, "20", True, 0, -1.0, math.nan, math.inf, 10**400, [20])),
-        *((given, 0.02) for given in (20, 20.0)),
-    ],
-    ids=lambda given: str(given)[:20],
-)
-def test_what_is_no_time_is_no_latency_goal(given: object, seconds: float | None) -> None:
-    assert seconds_per_token_in({LATENCY: given}) == seconds and seconds_per_token_in({}) is None
-
-
-@pytest.mark.parametrize("given", [5e-324, 1e-200, 1e-3])
-def test_a_goal_that_no_server_keeps_can_be_computed_with(given: float) -> None:
-    seconds = seconds_per_token_in({LATENCY: given})
-    assert seconds is not None
-    state = RequestState(1, RequestInfo(seconds_per_token=seconds))
-    state.output_length = 10
-    assert 1 < state.required_tokens(now=1e6, step_seconds=0.01) < math.inf

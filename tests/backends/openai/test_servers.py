@@ -240,37 +240,6 @@ async def test_no_request_may_push_ahead_and_no_scale_is_guessed(value: Any) -> 
             await fields(backend(Server(owner), priority="auto"), priority=given)
 
 
-# Latency goals.
-
-GOAL = {"vllm_xargs": {"agentspec_latency_ms_per_token": 20.0}}
-
-
-@pytest.mark.parametrize(
-    ("server", "settings", "sent"),
-    [
-        (Server(), {}, GOAL),
-        (Server(metrics=COUNTERS), {}, {}),  # without our plug-in
-        (Server(metrics=DRAFTER.replace("suffix", "ngram_gpu")), {}, {}),  # its drafts have one length
-        (Server(metrics=DRAFTER.replace('drafter="agentspec"', 'drafter="arctic"')), {}, {}),
-        (Server("somebody"), {}, {}),
-        (Server(), {"server_kind": "other"}, {}),
-    ],
-)
-async def test_only_our_drafter_gets_a_latency_goal(
-    server: Server, settings: dict[str, Any], sent: dict[str, Any]
-) -> None:
-    upstream = backend(server, **settings)
-    assert await upstream.keeps_latency(CHAT) is bool(sent)
-    assert await fields(upstream, latency_target_ms_per_token=20) == sent
-
-
-@pytest.mark.parametrize("goal", ["20", 0, -1, True, [20], float("inf"), float("nan"), 10**400])
-async def test_a_latency_goal_that_is_no_positive_number_is_refused(goal: object) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        await fields(backend(Server()), latency_target_ms_per_token=goal)
-    assert caught.value.param == "latency_target_ms_per_token"
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [

@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from agentspec.backends.sglang.drafting import EMPTY_TREE, TokenTree, to_arrays, within
+from agentspec.backends.engine_plugin.drafter import within
+from agentspec.backends.engine_plugin.request_state import EMPTY_TREE, TokenTree
+from agentspec.backends.sglang.drafting import to_arrays
 from agentspec.types import path_length
 from tests.backends.sglang.conftest import parents_of, verified
 

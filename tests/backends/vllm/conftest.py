@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from agentspec.backends.engine_plugin.drafter import DraftTurn, ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo
-from agentspec.backends.vllm.drafting import DraftTurn, ServerDrafter
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
@@ -24,12 +24,9 @@ def tokens(*ids: int) -> Tokens:
 class Client:
     """A request and all of its text."""
 
-    def __init__(
-        self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None, goal: float | None = None
-    ) -> None:
-        told = () if prediction is None else tuple(prediction.tolist())
-        info = RequestInfo(prediction=told, seconds_per_token=goal, stop_strings=True)
-        self.state, self.tokens = drafter.begin(prompt, info), prompt
+    def __init__(self, drafter: ServerDrafter, prompt: Tokens, prediction: Tokens | None = None) -> None:
+        info = RequestInfo(prediction=() if prediction is None else tuple(prediction.tolist()), stop_strings=True)
+        self.state, self.tokens = drafter.begin_state(prompt, info), prompt
 
     def turn(self, fresh: Tokens, limit: int) -> DraftTurn:
         self.tokens = np.concatenate((self.tokens, fresh))
@@ -44,6 +41,6 @@ def cache() -> Iterator[SuffixCache]:
 
 @pytest.fixture
 def drafter(cache: SuffixCache, patient: None) -> Iterator[ServerDrafter]:
-    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY)
+    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, chains=True, least=0.1)
     yield drafter
     drafter.close()

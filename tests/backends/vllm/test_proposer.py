@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.vllm import drafting, proposer
-from agentspec.backends.vllm.drafting import ServerDrafter
+from agentspec.backends.engine_plugin.drafter import ServerDrafter
+from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.backends.vllm.step_cost import StepTimeModel
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
@@ -83,11 +81,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, patient: None) -> Iterator[Bench]:
     with SuffixCache.open() as cache:
-        bench = Bench(cache, ServerDrafter(opening(cache, pepper="acme"), 1000))
-        # The steps here take next to no time, beside which no search for drafts would pay.
-        monkeypatch.setattr(drafting, "FIND_SECONDS", 0.0)
-        monkeypatch.setattr(drafting, "FREE", math.inf)
-        monkeypatch.setattr(StepTimeModel, "observe", lambda *_: None)
+        bench = Bench(cache, ServerDrafter(opening(cache, pepper="acme"), 1000, chains=True))
         monkeypatch.setattr(proposer, "open_drafter", lambda config: bench.drafter)
         monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
         monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
@@ -111,10 +105,8 @@ def new(
     return request
 
 
-def scheduled(*begun: Any, finished: tuple[str, ...] = (), tokens: int = 0, **more: object) -> Any:
-    return SimpleNamespace(
-        scheduled_new_reqs=list(begun), finished_req_ids=set(finished), total_num_scheduled_tokens=tokens, **more
-    )
+def scheduled(*begun: Any, finished: tuple[str, ...] = (), **more: object) -> Any:
+    return SimpleNamespace(scheduled_new_reqs=list(begun), finished_req_ids=set(finished), **more)
 
 
 class Runner:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.vllm.drafting import ServerDrafter
+from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.benchmarks.vllm.bench import ForcedPlan, run_forced
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.benchmarks.vllm.worker import learn_call

@@ -367,7 +367,7 @@ int main(int count, char** arguments) {
     }
     hold(seed, outputs);
     race(seed, outputs);
-    propose_alone(seed, operations / 40);
-    propose_beside_changes(seed, outputs / 6);
+    draft_alone(seed, operations / 40);
+    draft_beside_changes(seed, outputs / 6);
     std::printf("as the model says\n");
 }

@@ -1,24 +1,21 @@
-// Chains proposed by several threads, while others change the indexes that they search.
+// Chains drafted by several threads, while others change the indexes that they search.
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <map>
 #include <thread>
 
-#include "drafting/draft_batch.hpp"
 #include "index/suffix_index.hpp"
-#include "stress_chains.hpp"
+#include "stress.hpp"
 
 using namespace agentspec;
 using Clock = std::chrono::steady_clock;
 
 namespace {
 
-const std::vector<double> kOne{1.0};
-const StepCost kFree{kOne, kOne};  // every token of a chain pays
-
-constexpr Token kLength = 120;  // of an output of the threads
-constexpr int kVersions = 4;    // of an output, each of which goes on where the one before was cut
+constexpr double kRounding = 1e-6;  // of a probability that was reported in single precision
+constexpr Token kLength = 120;      // of an output of the threads
+constexpr int kVersions = 4;        // of an output, each of which goes on where the one before was cut
 
 /// An output that no other has a token of: each tells the output, its version and its place.
 struct Output {
@@ -47,7 +44,7 @@ public:
     void run() {
         std::vector<std::thread> writers, others;
         for (int i = 0; i < 2; ++i) writers.emplace_back([this, i] { write(i); });
-        for (int i = 0; i < 3; ++i) others.emplace_back([this, i] { propose(i); });
+        for (int i = 0; i < 3; ++i) others.emplace_back([this, i] { draft(i); });
         others.emplace_back([this] { remove(); });
         others.emplace_back([this] { merge(); });
         for (std::thread& writer : writers) writer.join();
@@ -61,11 +58,6 @@ public:
     }
 
 private:
-    struct Request {
-        Chain chain;
-        Tokens context;
-    };
-
     Tokens text(int output, int begin, int end, int version) const {
         Tokens out;
         for (int place = begin; place < end; ++place)
@@ -150,98 +142,76 @@ private:
         return 2 * (among - 1 - static_cast<int>(random() % recent)) + half;
     }
 
-    void propose(int reader) {
+    void draft(int reader) {
         Random random(seed_ + 20 + reader);
-        std::vector<Request> requests(20);
-        for (bool last = false; !last; last = done_) step(random, requests);
+        std::vector<Tokens> contexts(20);
+        for (bool last = false; !last; last = done_) step(random, contexts);
     }
 
-    void renew(Random& random, Request& request) const {
+    Tokens renewed(Random& random) const {
         const int output = any(random, static_cast<int>(random() % 2)), version = outputs_[output].version;
         const int end = 1 + static_cast<int>(random() % kLength);
-        request.context = text(output, end - std::min<int>(end, 1 + random() % 70), end, version);
-        request.chain.clear();
+        return text(output, end - std::min<int>(end, 1 + random() % 70), end, version);
     }
 
-    void step(Random& random, std::span<Request> requests) const {
-        std::vector<ChainTurn> turns;
+    void step(Random& random, std::span<Tokens> contexts) const {
+        std::vector<DraftJob> jobs;
         std::vector<std::array<int, 2>> before;
-        std::vector<Tokens> known;
-        const auto count = 1 + random() % requests.size();
-        for (Request& request : requests.first(count)) {
-            if (request.context.empty() || random() % 3 == 0) renew(random, request);
+        const double least = random() % 2 == 0 ? 0.0 : 0.1;
+        for (Tokens& context : contexts.first(1 + random() % contexts.size())) {
+            if (context.empty() || random() % 3 == 0) context = renewed(random);
             const auto first = random() % 2;
-            const Drafter* drafter = random() % 4 ? &drafters_[random() % 2] : nullptr;
-            turns.push_back({&request.chain,
-                             drafter,
-                             {{&indexes_[first], 0}, {&indexes_[1 - first], 1}},
-                             request.context,
-                             random_limit(random),
-                             1.0,
-                             static_cast<double>(random() % 3)});
-            const Output& output = outputs_[spot_of(request.context.back()).output];
+            jobs.push_back({&drafters_[random() % 2],
+                            {{&indexes_[first], 0}, {&indexes_[1 - first], 1}},
+                            context,
+                            random_limit(random),
+                            least,
+                            true});
+            const Output& output = outputs_[spot_of(context.back()).output];
             before.push_back({output.state, output.settled});
-            known.emplace_back(request.chain.tokens().begin(), request.chain.tokens().end());
         }
         Deadline until;
         if (random() % 4 == 0) until = Clock::now() + std::chrono::microseconds(random() % 1000);
-        const double floor = random() % 2 == 0 ? 0.0 : 0.1;
-        const RandomCost cost(random);
-        const auto proposed =
-            propose_chains(turns, count, random() % 2 == 0 ? kFree : cost.get(), floor, kMostToken, until);
-        for (std::size_t i = 0; i < count; ++i) {
-            check_chain(turns[i], proposed[i], until.has_value());
-            check_known(turns[i]);
-            const bool kept = until && std::ranges::equal(turns[i].chain->tokens(), known[i]);  // time was up
-            const double least = turns[i].required > 1.0 ? floor / count : floor;
-            if (turns[i].drafter && !kept) check_current(turns[i], before[i], least, floor == 0.0 && !until);
-            follow(random, requests[i], proposed[i].size());
+        const std::vector<DraftTree> chains = draft_batch(jobs, until);
+        for (std::size_t i = 0; i < jobs.size(); ++i) {
+            check_chain(jobs[i], chains[i]);
+            check_known(jobs[i], chains[i].tokens);
+            check_current(jobs[i], chains[i], before[i], least == 0.0 && !until);
+        }
+        for (std::size_t i = 0; i < jobs.size(); ++i) {  // go on with some of what was drafted
+            const auto& tokens = chains[i].tokens;
+            const auto count = static_cast<std::ptrdiff_t>(random() % (tokens.size() + 1));
+            contexts[i].insert(contexts[i].end(), tokens.begin(), tokens.begin() + count);
         }
     }
 
     /// What follows a context did so in a text that there was.
-    void check_known(const ChainTurn& turn) const {
-        const auto chain = turn.chain->tokens();
+    void check_known(const DraftJob& job, std::span<const Token> chain) const {
         if (chain.empty()) return;
         const Spot last = spot_of(chain.back());
         require(last.version <= outputs_[last.output].version, "a text that was not written yet");
         const int begin = last.place - static_cast<int>(chain.size());
         require(begin >= 0, "a chain that is longer than its text");
         const Tokens known = text(last.output, begin, last.place + 1, last.version);
-        require(known.front() == turn.context.back(), "a chain that follows something else");
+        require(known.front() == job.context.back(), "a chain that follows something else");
         require(std::equal(chain.begin(), chain.end(), known.begin() + 1), "a chain that no text ever held");
     }
 
     /// What was gone before the search is not found, what was there all the time is if `complete`.
-    void check_current(const ChainTurn& turn, std::array<int, 2> before, double least, bool complete) const {
+    void check_current(const DraftJob& job, const DraftTree& chain, std::array<int, 2> before, bool complete) const {
         const auto [state, settled] = before;
-        const Spot from = spot_of(turn.context.back());
+        const Spot from = spot_of(job.context.back());
         const Output& output = outputs_[from.output];
-        const auto chain = turn.chain->tokens();
-        require(state != 3 || chain.empty(), "a removed text is in a chain");
-        for (const Token token : chain) {
+        require(state != 3 || chain.tokens.empty(), "a removed text is in a chain");
+        for (const Token token : chain.tokens) {
             const Spot spot = spot_of(token);
             require(spot.version > settled || output.at(spot.place, settled) == spot.version, "cut text is in a chain");
         }
-        const auto acceptance = turn.chain->acceptance();
-        require(acceptance.empty() || acceptance.back() >= (1.0 - kRounding) * least, "acceptance below the floor");
+        const auto& likely = chain.probabilities;
+        require(likely.empty() || likely.back() >= (1.0 - kRounding) * job.min_probability, "below the least");
         const bool there = state == 1 && output.state == 1 && from.place + 1 < kLength;
-        if (!complete || !there || turn.limit == 0 || output.at(from.place, settled) != from.version) return;
-        require(!chain.empty(), "a text that is there is in no chain");
-    }
-
-    /// Go on with some of what was proposed, and now and then with something else.
-    static void follow(Random& random, Request& request, std::size_t proposed) {
-        if (proposed == 0) return;
-        const auto fresh = request.chain.tokens().first(random() % (proposed + 1));
-        Tokens followed(fresh.begin(), fresh.end());
-        request.context.insert(request.context.end(), followed.begin(), followed.end());
-        const std::size_t left = request.chain.tokens().size() - followed.size();
-        const bool other = random() % 8 == 0;
-        if (other) followed.push_back(kMostToken);
-        request.chain.advance(followed);
-        require(request.chain.accepted() == fresh.size(), "accepted tokens counted wrongly");
-        require(request.chain.tokens().size() == (other ? 0 : left), "another rest of a chain");
+        if (!complete || !there || job.max_tokens == 0 || output.at(from.place, settled) != from.version) return;
+        require(!chain.tokens.empty(), "a text that is there is in no chain");
     }
 
     const std::uint64_t seed_;
@@ -254,4 +224,4 @@ private:
 
 }  // namespace
 
-void propose_beside_changes(std::uint64_t seed, int outputs) { Library(seed, outputs).run(); }
+void draft_beside_changes(std::uint64_t seed, int outputs) { Library(seed, outputs).run(); }

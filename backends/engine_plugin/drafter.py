@@ -1,0 +1,113 @@
+"""Drafts for all requests of a server, once per engine step (a round): chains in vLLM's first runner, trees in SGLang.
+Independent of the engines' classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
+from agentspec.backends.engine_plugin.request_state import EMPTY_TREE, Ending, RequestState, TokenTree
+from agentspec.cache.index import DraftJob, Sourced
+from agentspec.cache.tokens import Tokens
+from agentspec.types import path_length
+
+
+class DraftTurn(NamedTuple):
+    """A request's part in a round: its new tokens `fresh`, its last tokens `context`, and the draft's length limit.
+
+    `context` is int32; only its last `DEPTH` tokens matter, and it is read during the call only.
+    """
+
+    state: RequestState
+    fresh: Tokens
+    context: Tokens
+    limit: int
+
+
+class ServerDrafter(RecordingDrafter):
+    """Drafts chains or trees of tokens for the requests of a server."""
+
+    def __init__(
+        self,
+        open_cache: Open,
+        vocabulary: int,
+        *,
+        chains: bool = False,
+        least: float = 0.0,
+        shared: Sequence[Sourced] = (),
+        on_close: Callable[[bool], None] = lambda hung: None,
+    ) -> None:
+        """A draft ends where the probability that it is accepted so far falls below `least`. `shared` are indexes that
+        every request is drafted from in addition to its own.
+        """
+        super().__init__(open_cache, vocabulary, on_close=on_close)
+        self._chains, self._least, self._shared = chains, least, shared
+
+    def record(self, state: RequestState, fresh: Tokens) -> None:
+        """Record new output tokens of a request for which no draft is needed."""
+        self._recorder.extend([self._update(state, fresh)])
+
+    def end(self, state: RequestState, ending: Ending | None = None) -> None:
+        """End a request and store its output, unless it was aborted; without `ending`, as its tokens say."""
+        self._recorder.end(state, ending or state.ending)
+
+    def propose(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
+        """A draft for each request."""
+        started = perf_counter()
+        try:
+            with self.recorded_later():
+                self._recorder.extend([self._update(turn.state, turn.fresh) for turn in turns])
+                wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
+                trees = self._search(turns)
+        except Exception as error:
+            self._failures.report(error)
+            trees = [EMPTY_TREE for _ in turns]
+        for turn, tree in zip(turns, trees, strict=True):
+            turn.state.tree = tree
+        self.stats.add(perf_counter() - started, [len(tree.tokens) for tree in trees])
+        return trees
+
+    def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
+        """Follow new tokens, and count those that were drafted."""
+        tree, state.tree = state.tree, EMPTY_TREE
+        accepted = path_length(*tree, fresh.tolist()) if tree.tokens else 0
+        self.stats.accepted += accepted
+        return OutputUpdate(state, state.advance(fresh), len(tree.tokens), accepted)
+
+    def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
+        trees = [chain(turn.state.from_prediction(turn.limit, self._least)) for turn in turns]
+        jobs = [None if tree.tokens else self._job(turn) for turn, tree in zip(turns, trees, strict=True)]
+        for turn, tree in zip(turns, trees, strict=True):
+            turn.state.source = "prediction" if tree.tokens else "cache"
+        for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
+            if draft is not None:
+                trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
+        return [within(tree, self._vocabulary) for tree in trees]
+
+    def _job(self, turn: DraftTurn) -> DraftJob | None:
+        """The search for a request; None if its cache is not open, or no drafts are made for it."""
+        state, cache = turn.state, turn.state.cache  # the recorder may take it away meanwhile
+        if cache is None or not state.drafts or turn.limit <= 0:
+            return None
+        return cache.drafter, [*state.indexes, *self._shared], turn.context, turn.limit, self._least, self._chains
+
+
+def chain(tokens: Sequence[int]) -> TokenTree:
+    return TokenTree(list(tokens), list(range(-1, len(tokens) - 1)))
+
+
+def within(tree: TokenTree, vocabulary: int) -> TokenTree:
+    """The tree without nodes whose token, or that of a node above, is not in the vocabulary."""
+    if max(tree.tokens, default=0) < vocabulary:
+        return tree
+    kept: dict[int, int] = {-1: -1}
+    tokens, parents = list[int](), list[int]()
+    for node, (token, parent) in enumerate(zip(*tree, strict=True)):
+        if token < vocabulary and parent in kept:
+            kept[node] = len(tokens)
+            tokens.append(token)
+            parents.append(kept[parent])
+    return TokenTree(tokens, parents)
