@@ -29,19 +29,11 @@ from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.stepwise import TorchSession, VectorScan, require_one_answer, states_of
 from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
-from agentspec.backends.torch.text.structured_output import (
-    OutputParser,
-    StructuredOutput,
-    StructuredOutputBuilder,
-)
+from agentspec.backends.torch.text.structured_output import OutputParser, StructuredOutput, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import Reach, Scope
-from agentspec.errors import (
-    ContextLengthError,
-    EngineStoppedError,
-    InvalidRequestError,
-)
+from agentspec.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
@@ -87,10 +79,7 @@ class TorchBackend(ModelTokens):
         self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
         context = EngineContext(
-            loaded.target,
-            self._tokenizer,
-            max_draft_tokens=settings.max_draft_tokens,
-            draft_model=small,
+            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, draft_model=small
         )
         if settings.max_draft_tokens:
             logger.info("measuring how long forwards of %s take", loaded.name)

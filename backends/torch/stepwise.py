@@ -22,11 +22,7 @@ from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.structured_output import OutputParser
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.errors import (
-    ContextLengthError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from agentspec.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from agentspec.types import Delta, GenerateRequest, Usage
 
 T = TypeVar("T")

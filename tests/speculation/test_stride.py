@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentspec.speculation.stride import (
-    LONGEST_PAUSE,
-    MOST,
-    StrideGovernor,
-    os3,
-)
+from agentspec.speculation.stride import LONGEST_PAUSE, MOST, StrideGovernor, os3
 
 
 @pytest.mark.parametrize(

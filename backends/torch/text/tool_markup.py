@@ -371,8 +371,7 @@ QWEN: Final = MarkupFormat(
     opening="<function=",
     closing="</function>",
     read=_elements(
-        r"(?P<name>[^>\n]+)>\s*",
-        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*+(?=<parameter=|\Z)",
+        r"(?P<name>[^>\n]+)>\s*", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*+(?=<parameter=|\Z)"
     ),
     head="NAME>\n",
     value=("<parameter=KEY>\n", "\n</parameter>\n"),
@@ -433,19 +432,8 @@ GEMMA: Final = MarkupFormat(
     quote='<|"|>',
 )
 FUNCTION_GEMMA: Final = replace(
-    GEMMA,
-    opening="<start_function_call>",
-    closing="<end_function_call>",
-    read=_braced("<escape>"),
-    quote="<escape>",
+    GEMMA, opening="<start_function_call>", closing="<end_function_call>", read=_braced("<escape>"), quote="<escape>"
 )
 PYTHONIC: Final = MarkupFormat(
-    name="pythonic",
-    head="NAME(",
-    tail=")",
-    value=("KEY=", ""),
-    between=", ",
-    separator=", ",
-    bare=True,
-    listed=True,
+    name="pythonic", head="NAME(", tail=")", value=("KEY=", ""), between=", ", separator=", ", bare=True, listed=True
 )

@@ -17,12 +17,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.grammars.grammar import GrammarMatcher, GrammarTrial
 from agentspec.cache import SuffixCache
-from agentspec.errors import (
-    AgentSpecError,
-    ContextLengthError,
-    InvalidRequestError,
-    ShuttingDownError,
-)
+from agentspec.errors import AgentSpecError, ContextLengthError, InvalidRequestError, ShuttingDownError
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.anyio
@@ -58,18 +53,6 @@ async def answer(backend: Backend, request: GenerateRequest) -> tuple[list[int],
     return tokens, text, last
 
 
-async def test_the_same_prompt_in_three_forms(backend_of: Any, lab: Any) -> None:
-    backend = backend_of()
-    ids = backend.encode_chat(MESSAGES)
-    tokens, text, last = await answer(backend, ask())
-    assert tokens == lab.oracle(ids, GREEDY, max_tokens=12)
-    assert (await answer(backend, ask(token_ids=ids)))[:2] == (tokens, text)
-    assert last.usage.prompt_tokens == len(ids) and last.finish_reason in ("stop", "length")
-    plain = await answer(backend, ask(text="hello"))
-    assert plain[0] == lab.oracle(backend.encode("hello"), GREEDY, max_tokens=12)
-    assert backend.decode(backend.encode("hello")) == "hello"
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_a_second_pass_is_the_same_in_fewer_steps(backend_of: Any, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=4, max_tokens=60, logit_bias={256: -100.0})
@@ -85,34 +68,6 @@ async def test_a_second_pass_is_the_same_in_fewer_steps(backend_of: Any, tempera
     assert stats.tokens == 180 and stats.requests == 3 and stats.steps < 180
     assert sum(stats.accepted_by_source.values()) > 0
     assert backend.target.attention == "agentspec_grouped"
-
-
-async def test_a_request_not_to_be_stored_is_not_recorded(backend_of: Any) -> None:
-    with SuffixCache.open() as cache:
-        backend = backend_of(cache)
-        await answer(backend, ask(store=False))
-        await answer(backend, ask(store=False, speculation=False))
-        assert cache.stats().sequences == 0
-        await answer(backend, ask(speculation=False))
-        assert cache.stats().sequences == 1
-
-
-async def test_tenants_share_nothing(backend_of: Any) -> None:
-    with SuffixCache.open() as cache:
-        backend = backend_of(cache)
-        await answer(backend, ask(tenant="a"))
-        assert (await answer(backend, ask(tenant="b")))[2].usage.cached_tokens == 0
-        assert cache.stats().namespaces == 2
-
-
-async def test_a_prediction_is_drafted_from(backend_of: Any) -> None:
-    backend = backend_of()
-    sampling = SamplingParams(temperature=0, max_tokens=40, logit_bias={256: -100.0, 257: -100.0, 258: -100.0})
-    tokens, text, _ = await answer(backend, ask(sampling))
-    again, _, last = await answer(backend, ask(sampling, prediction=text))
-    assert again == tokens
-    assert last.usage.accepted_prediction_tokens > 0
-    assert last.usage.rejected_prediction_tokens is not None
 
 
 async def test_of_a_prediction_no_more_is_read_than_the_answer_may_have(backend_of: Any) -> None:

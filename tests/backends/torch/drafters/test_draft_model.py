@@ -12,12 +12,7 @@ import torch
 
 from agentspec.backends.torch.drafters import draft_model
 from agentspec.backends.torch.drafters.base import Drafter, chain_draft
-from agentspec.backends.torch.drafters.draft_model import (
-    LONGEST_WAIT,
-    GatedDrafter,
-    ModelDrafter,
-    SharedNoiseSampler,
-)
+from agentspec.backends.torch.drafters.draft_model import LONGEST_WAIT, GatedDrafter, ModelDrafter, SharedNoiseSampler
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.types import Draft, SamplingParams, Source, path_length
 

@@ -1,17 +1,10 @@
-"""From the computing thread to the event loop: an answer's text, few wake-ups, bounded waiting, not a token lost."""
+"""From the computing thread to the event loop: deltas that arrive together are one, and totals stand on the last."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.delivery import join_deltas, joined
-from agentspec.backends.torch.engine.sequence import AnswerText, EngineRequest
+from agentspec.backends.torch.engine.sequence import EngineRequest
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
 
@@ -39,42 +32,6 @@ def test_a_joined_delta_is_what_its_parts_are() -> None:
         (REQUESTS[0], parts[0]),
         (REQUESTS[0], error),
     ]
-
-
-END = 0
-
-
-def decode_bytes(tokens: Sequence[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
-
-
-BYTES: Any = SimpleNamespace(decoder=lambda shown: decode_bytes)
-
-
-def streamed(tokens: Sequence[int], max_tokens: int = 100, **sampling: Any) -> tuple[str, str | None, int]:
-    original = GenerateRequest("m", text="", sampling=SamplingParams(**sampling))
-    request = EngineRequest(original, [0x20], max_tokens, frozenset({END}), None, lambda item: None)
-    answer, text = AnswerText(request, BYTES), ""
-    for token in tokens:
-        ended = answer.add(token)
-        text += answer.take()
-        if ended:
-            break
-    return text, answer.finish, answer.num_tokens
-
-
-@given(st.text(alphabet="ab€", max_size=12), st.sampled_from(["a", "ab", "€b", "b€"]))
-def test_text_ends_in_front_of_its_first_stop_string(text: str, stop: str) -> None:
-    shown, finish, _ = streamed([*text.encode(), END], stop=(stop,))
-    assert (shown, finish) == (text.partition(stop)[0], "stop")
-
-
-def test_what_was_held_back_is_told_at_the_end() -> None:
-    assert streamed([*b"go ST", END], stop=("STOP",))[0] == "go ST"
-    assert streamed([0x61, 0xE2], max_tokens=2)[0] == "a\ufffd"
-
-
-# Choices.
 
 
 def end(usage: Usage, speculation: Speculation | None = None) -> Delta:

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.drafters.base import make_draft
-from agentspec.backends.torch.engine.speculator import (
-    Proposal,
-    depth_first,
-    subtree,
-    usable,
-)
+from agentspec.backends.torch.engine.speculator import Proposal, depth_first, subtree, usable
 from agentspec.speculation.governor import best_nodes
 
 

@@ -85,12 +85,6 @@ def test_the_prompt_is_whichever_was_given(codec: TokenizerAdapter) -> None:
         TokenizerAdapter(SlowTokenizer()).render([USER])
 
 
-def test_special_tokens_are_spelled_but_not_decoded(codec: TokenizerAdapter) -> None:
-    slow = TokenizerAdapter(SlowTokenizer())
-    assert codec.decode([*codec.encode("a"), 256]) == "a" and codec.spell(256) == "<|end|>"
-    assert slow.encode("a", special=True) == [1, 97] and slow.decode([1, 97]) == "a" and slow.spell(98) == "b"
-
-
 def test_truncation_in_the_tokenizers_file_is_ignored(lab: Any) -> None:
     cutting = copy.deepcopy(lab.loaded.tokenizer)
     cutting.backend_tokenizer.enable_truncation(3)
@@ -253,12 +247,6 @@ def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
         rendered(tokenizer_of("{{ messages[0].content * 10000 }}x"), said)
     with pytest.raises(InvalidRequestError, match="messages holds more than 10,000 messages"):
         rendered(tokenizer_of("{{ messages|length }}"), [{"role": "user", "content": ""}] * 10_001)
-
-
-def test_a_message_that_the_template_does_not_show_cannot_be_continued(tokenizer_of: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="refuses these messages") as caught:
-        rendered(tokenizer_of("{{ messages[0].role }}"), [ANSWER], start=False, continue_final=True)
-    assert caught.value.param == "messages"
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]

@@ -131,6 +131,13 @@ WRITTEN: dict[str, tuple[str, Callable[[Calls], str]]] = {  # what a template ha
     ),
     "llama": ("ipython", lambda calls: each(calls, '{{"name": "{}", "parameters": {}}}', between="; ")),
     "mistral": ("[TOOL_CALLS][ARGS]", lambda calls: each(calls, "[TOOL_CALLS]{}[ARGS]{}")),
+    "mistral ids": (
+        "[TOOL_CALLS][CALL_ID][ARGS]", lambda calls: each(calls, "[TOOL_CALLS]{}[CALL_ID]a1B2c3D4e[ARGS]{}")
+    ),
+    "mistral list": (
+        "[TOOL_CALLS]",
+        lambda calls: f'[TOOL_CALLS] [{each(calls, '{{"name": "{}", "arguments": {}}}', between=", ")}]',
+    ),
 }  # fmt: skip
 MARKS = (
     "</function>",

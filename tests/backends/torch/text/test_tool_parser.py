@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.backends.torch.grammars.grammar import GrammarCompiler
-from agentspec.backends.torch.text.structured_output import OutputParserSpec, ReasoningParser, expectation
+from agentspec.backends.torch.text.structured_output import OutputParserSpec, ReasoningParser
 from agentspec.backends.torch.text.tool_parser import (
     HERMES,
     LLAMA,
@@ -17,7 +16,6 @@ from agentspec.backends.torch.text.tool_parser import (
     MISTRAL_NAMED,
     ToolCallParser,
     ToolFormat,
-    format_of,
 )
 from agentspec.types import Delta
 
@@ -165,57 +163,6 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
         assert "".join(map(str, said)) == answer
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_grammar_allows_what_the_reader_reads(byte_tokens: Any, name: str, parallel: bool) -> None:
-    format, grammars = FORMATS[name], GrammarCompiler(byte_tokens, 259, [256])
-    rules = format.grammar(TOOLS, parallel=parallel, symbol=grammars.symbol)
-    grammar = grammars.compile(f"start: calls\n{rules}", param="tools")
-    written = {
-        "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
-        "llama": '{{"name": "{}", "parameters": {}}}',
-        "mistral": '{{"name": "{}", "arguments": {}}}',
-        "named": "[TOOL_CALLS]{}[ARGS]{}",
-        "ids": "[TOOL_CALLS]{}[CALL_ID]a1B2c3D4e[ARGS]{}",
-    }[name]
-    between = {"hermes": "\n", "llama": "; ", "mistral": ", ", "named": "", "ids": ""}[name]
-
-    def spelled(*calls: Any) -> str:
-        joined = between.join(written.format(name, json.dumps(arguments)) for name, arguments in calls)
-        return f"[TOOL_CALLS][{joined}]" if name == "mistral" else joined
-
-    for calls in ([NOW], [ROME], [ROME, NOW]):
-        assert follows(grammar, byte_tokens, spelled(*calls)) == (parallel or len(calls) == 1)
-    for wrong in (("get_weather", {}), ("get_weather", {"city": 1}), ("other", {}), ("now", {"a": 1})):
-        assert not follows(grammar, byte_tokens, spelled(wrong))
-    assert not follows(grammar, byte_tokens, "text")
-
-
-def follows(grammar: Any, tokenizer: Any, text: str) -> bool:
-    state = grammar.start()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if not state.allows(token):
-            return False
-        state.advance(token)
-    return bool(state.allows(256))
-
-
-@pytest.mark.parametrize(
-    ("template", "format"),
-    [
-        ("{% if tools %}<tool_call>", HERMES),
-        ("{% if tools %}ipython", LLAMA),
-        ("<|python_tag|>", LLAMA),
-        ("[TOOL_CALLS]", MISTRAL),
-        ("[TOOL_CALLS] [ARGS]", MISTRAL_NAMED),
-        ("[TOOL_CALLS] [CALL_ID] [ARGS]", MISTRAL_IDS),
-        ("{{ tools }} in some other way", None),
-    ],
-)
-def test_the_format_is_read_off_the_template(template: str, format: ToolFormat | None) -> None:
-    assert format_of(template) is format
-
-
 def test_an_id_that_the_model_wrote_is_the_calls_unless_it_is_not_unique() -> None:
     written = ("a1B2c3D4e", "short", "a1B2c3D4e", "f5G6h7I8j")
     reader = ToolCallParser(MISTRAL_IDS, NAMES)
@@ -244,19 +191,6 @@ def test_the_cut_of_thoughts_does_not_matter(expected: Any, answer: str, thought
         splitter = ReasoningParser(expected)
         said = [*(splitter.feed(piece) for piece in pieces), splitter.finish()]
         assert ("".join(part[0] for part in said), "".join(part[1] for part in said)) == (thoughts, text), pieces
-
-
-@pytest.mark.parametrize(
-    ("prompt", "thinks", "expected"),
-    [
-        ("<|assistant|>", True, "maybe"),
-        ("<|assistant|><think>\n", True, "begun"),
-        ("<|assistant|><think>\n\n</think>\n\n", True, "never"),
-        ("<|assistant|><think>\n", False, "never"),
-    ],
-)
-def test_what_to_expect_is_read_off_the_prompt(prompt: str, thinks: bool, expected: str) -> None:
-    assert expectation(prompt, thinks=thinks) == expected
 
 
 CUT_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'

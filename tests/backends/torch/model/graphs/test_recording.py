@@ -14,14 +14,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.loader import prepare
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.recording import Graphs, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.cache import SuffixCache
-from agentspec.types import GenerateRequest, SamplingParams
 
 SIZES = (1, 2, 5, 12, 30)
 TOLERANCE = 2e-4
@@ -77,8 +73,7 @@ class TapeRecorder:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in GROUPED],
+    scope="module", params=[name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in GROUPED]
 )
 def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, TargetModel]:
     """A family's model as it is launched, and a twin that replays what was recorded."""
@@ -233,24 +228,6 @@ def test_what_is_not_recorded_leaves_nothing_behind(tiny_model: Any, byte_tokens
     assert not record_graphs(target, TapeRecorder(), SIZES)
     alone = prepare(tiny_model("gemma2"), byte_tokens, name="tiny", fingerprint="f").target
     assert not record_graphs(alone, TapeRecorder(), SIZES)
-
-
-@pytest.mark.anyio
-async def test_a_backend_replays_and_says_so(tiny_model: Any, byte_tokens: Any) -> None:
-    answers = []
-    for recorder in (None, TapeRecorder()):
-        loaded = prepare(tiny_model("qwen3"), byte_tokens, name="tiny", fingerprint="f")
-        record_graphs(loaded.target, recorder, SIZES)
-        with SuffixCache.open() as cache:
-            backend = TorchBackend(loaded, TorchSettings(), cache=cache)
-            request = GenerateRequest(
-                "tiny", token_ids=[1, 2, 3] * 5, sampling=SamplingParams(temperature=0.7, seed=1, max_tokens=12)
-            )
-            answers.append([t for _ in range(2) async for delta in backend.generate(request) for t in delta.token_ids])
-            await backend.aclose()
-        graphs = backend.target.graphs
-        assert (graphs is not None and (graphs.sizes, graphs.replays > 0) == (SIZES, True)) is (recorder is not None)
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.gpu
