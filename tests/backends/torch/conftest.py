@@ -477,44 +477,7 @@ class Trees:
         return self(tokens, parents)
 
 
-@pytest.fixture(scope="session")
-def scripted_session() -> Callable[[Sequence[int]], ScriptedSession]:
-    """A session that drafts nothing."""
-    return lambda prompt: ScriptedSession(lambda text, budget: None, prompt)
-
-
-@pytest.fixture(scope="session")
-def tree_of() -> Trees:
-    return Trees()
-
-
-@pytest.fixture(scope="session")
-def lab_of() -> Callable[[str], Lab]:
-    """The laboratory of a family by name, made once."""
-    return laboratory
-
-
-@pytest.fixture(scope="session")
-def eager_governor() -> type[EagerGovernor]:
-    """Governors that verify whatever is drafted."""
-    return EagerGovernor
-
-
-@pytest.fixture(scope="session")
-def lab_class() -> type[Lab]:
-    return Lab
-
-
-@pytest.fixture(scope="session")
-def tiny_model() -> Callable[[str], Any]:
-    """A fresh model of a family."""
-    return tiny
-
-
-@pytest.fixture(scope="session")
-def tokenizer_of() -> Callable[[str | None], PreTrainedTokenizerFast]:
-    """The byte tokenizer with another chat template."""
-    return byte_tokenizer
+tree_of = Trees()
 
 
 @pytest.fixture(scope="session")
@@ -529,17 +492,6 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny("llama").save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def rule() -> Callable[..., np.ndarray]:
-    """The sampling rule written out plainly: logits, prompt, answer and params to perturbed scores."""
-    return plain_rule
-
-
-@pytest.fixture(scope="session")
-def ask_of() -> type[Ask]:
-    return Ask
 
 
 @pytest.fixture

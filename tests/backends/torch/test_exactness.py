@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
 from agentspec.types import Draft, SamplingParams
+from tests.backends.torch.conftest import Ask, laboratory, tree_of
 
 Script = Callable[[list[int], int], Draft | None]
 
@@ -36,7 +37,7 @@ SAMPLINGS = {
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
 
 
-def drafters(answer: Sequence[int], tree_of: Any) -> dict[str, Script]:
+def drafters(answer: Sequence[int]) -> dict[str, Script]:
     """Drafters good and bad; `answer` is the right one, which some of them know in part."""
     whole, rng = [*PROMPT, *answer], np.random.default_rng(3)
 
@@ -62,23 +63,23 @@ def drafters(answer: Sequence[int], tree_of: Any) -> dict[str, Script]:
         "constant": lambda text, budget: tree_of.chain([65] * min(budget, 8)),
         "end first": lambda text, budget: tree_of.chain([256, *whole[len(text) : len(text) + 2]]),
         "too long": lambda text, budget: tree_of.chain((whole[len(text) :] + [65] * 400)[:400]),
-        "illegal ids": lambda text, budget: illegal(whole[len(text) :], tree_of),
+        "illegal ids": lambda text, budget: illegal(whole[len(text) :]),
         "wide": lambda text, budget: tree_of(list(range(40)), [-1] * 40),
         "nothing": lambda text, budget: None,
         "empty": lambda text, budget: tree_of([], []),
     }
 
 
-def illegal(rest: Sequence[int], tree_of: Any) -> Draft:
+def illegal(rest: Sequence[int]) -> Draft:
     """Ids the model does not have, a good node between them, and good nodes hanging on bad ones."""
     follow = list(rest[:2]) + [65] * (2 - len(rest[:2]))
     return tree_of([-1, 10**6, follow[0], 259, follow[0], follow[1]], [-1, -1, -1, 0, 1, 2])
 
 
-def require_the_oracles_answer(lab: Any, tree_of: Any, sampling: SamplingParams) -> None:
+def require_the_oracles_answer(lab: Any, sampling: SamplingParams) -> None:
     want = lab.oracle(PROMPT, sampling)
     lab.require_same(PROMPT, sampling, lab.run(PROMPT, sampling).tokens, want)
-    scripts = drafters(want, tree_of)
+    scripts = drafters(want)
     for drafter, outcome in zip(scripts, lab.run_each(PROMPT, sampling, scripts.values()), strict=True):
         print(drafter, outcome.speculation)
         lab.require_same(PROMPT, sampling, outcome.tokens, want)
@@ -89,31 +90,29 @@ OFTEN = ("greedy", "all")  # what families that differ in their layers alone are
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_every_drafter_gives_the_oracles_answer(lab: Any, tree_of: Any, name: str) -> None:
-    require_the_oracles_answer(lab, tree_of, SAMPLINGS[name])
+def test_every_drafter_gives_the_oracles_answer(lab: Any, name: str) -> None:
+    require_the_oracles_answer(lab, SAMPLINGS[name])
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLINGS]
 )
-def test_every_drafter_gives_the_oracles_answer_in_main_families(
-    lab_of: Any, tree_of: Any, family: str, name: str
-) -> None:
-    require_the_oracles_answer(lab_of(family), tree_of, SAMPLINGS[name])
+def test_every_drafter_gives_the_oracles_answer_in_main_families(family: str, name: str) -> None:
+    require_the_oracles_answer(laboratory(family), SAMPLINGS[name])
 
 
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in SAMPLINGS]
 )
-def test_every_drafter_gives_the_oracles_answer_in_other_families(other_family: Any, tree_of: Any, name: str) -> None:
-    require_the_oracles_answer(other_family, tree_of, SAMPLINGS[name])
+def test_every_drafter_gives_the_oracles_answer_in_other_families(other_family: Any, name: str) -> None:
+    require_the_oracles_answer(other_family, SAMPLINGS[name])
 
 
-def test_good_drafts_are_accepted_and_save_steps(family: Any, tree_of: Any) -> None:
+def test_good_drafts_are_accepted_and_save_steps(family: Any) -> None:
     sampling = SAMPLINGS["plain"]
     want = family.oracle(PROMPT, sampling)
-    outcome = family.run(PROMPT, sampling, drafters(want, tree_of)["right"])
+    outcome = family.run(PROMPT, sampling, drafters(want)["right"])
     assert outcome.rounds == -(-len(want) // 6)
     assert outcome.speculation.accepted == len(want) - outcome.rounds
     assert outcome.speculation.steps == outcome.rounds
@@ -122,18 +121,18 @@ def test_good_drafts_are_accepted_and_save_steps(family: Any, tree_of: Any) -> N
 @pytest.mark.parametrize(
     "name", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cold nucleus", "penalties"))]
 )
-def test_the_end_of_thinking_falls_where_it_would_without_drafts(lab: Any, tree_of: Any, name: str) -> None:
+def test_the_end_of_thinking_falls_where_it_would_without_drafts(lab: Any, name: str) -> None:
     sampling, limit = SAMPLINGS[name], ThinkingLimit(7, end=47, begun=True)
     bounded: dict[str, Any] = {"constraints": ConstraintSpec(thinking=limit)}
     want = lab.run(PROMPT, sampling, **bounded).tokens
     free = lab.run(PROMPT, sampling).tokens
     assert 47 not in free[:7] and want[:8] == [*free[:7], 47] and len(want) > 8
-    for outcome in lab.run_each(PROMPT, sampling, drafters(want, tree_of).values(), **bounded):
+    for outcome in lab.run_each(PROMPT, sampling, drafters(want).values(), **bounded):
         lab.require_same(PROMPT, sampling, outcome.tokens, want)
 
 
 @given(data=st.data())
-def test_any_request_with_any_trees(lab: Any, tree_of: Any, data: st.DataObject) -> None:
+def test_any_request_with_any_trees(lab: Any, data: st.DataObject) -> None:
     """Sampling options, prompt, tree shapes and answer length drawn at random."""
     sampling = data.draw(samplings())
     prompt = data.draw(st.lists(st.integers(0, 258), min_size=1, max_size=12))
@@ -165,20 +164,20 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any, ask_of: Any, tree_of: Any) -> None:
+def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any) -> None:
     sampling = SAMPLINGS["plain"]
     free = lab.oracle(PROMPT, sampling, max_tokens=30)
-    scripts = [(length, script) for length in range(1, 14) for script in drafters(free, tree_of).values()]
-    asks = [ask_of(PROMPT, sampling, script, max_tokens=length) for length, script in scripts]
+    scripts = [(length, script) for length in range(1, 14) for script in drafters(free).values()]
+    asks = [Ask(PROMPT, sampling, script, max_tokens=length) for length, script in scripts]
     for (length, _), outcome in zip(scripts, lab.run_batch(asks), strict=True):
         assert outcome.tokens == free[:length] and outcome.finish == "length"
         assert outcome.usage.completion_tokens == length
 
 
-def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any, tree_of: Any) -> None:
+def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any) -> None:
     sampling = SAMPLINGS["plain"]
     free = lab.oracle(PROMPT, sampling, max_tokens=14, stop_ids=())
     for end in range(14):
         want = free[: free.index(free[end]) + 1]
-        for outcome in lab.run_each(PROMPT, sampling, drafters(free, tree_of).values(), stop_ids=[free[end]]):
+        for outcome in lab.run_each(PROMPT, sampling, drafters(free).values(), stop_ids=[free[end]]):
             assert outcome.tokens == want and outcome.finish == "stop"

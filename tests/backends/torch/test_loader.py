@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load, load_draft, prepare
 from agentspec.errors import ModelUnavailableError
+from tests.backends.torch.conftest import byte_tokenizer, tiny
 
 
-def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_tokens: Any) -> None:
-    module = tiny_model("llama")
+def test_a_model_that_differs_from_itself_is_refused(byte_tokens: Any) -> None:
+    module = tiny("llama")
     forward = module.forward
 
     def drifting(*args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
@@ -29,17 +30,17 @@ def test_a_model_that_differs_from_itself_is_refused(tiny_model: Any, byte_token
         prepare(module, byte_tokens, name="drifting", fingerprint="f")
 
 
-def test_low_precision_has_its_head_in_float32(tiny_model: Any, byte_tokens: Any) -> None:
-    loaded = prepare(tiny_model("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
+def test_low_precision_has_its_head_in_float32(byte_tokens: Any) -> None:
+    loaded = prepare(tiny("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
     logits = loaded.target.forward(loaded.target.new_cache(1), [1, 2, 3])
     assert loaded.target.dtype == torch.bfloat16
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())
 
 
-def test_the_namespace_tells_models_tokenizers_and_templates_apart(tiny_model: Any, tokenizer_of: Any) -> None:
+def test_the_namespace_tells_models_tokenizers_and_templates_apart() -> None:
     one, other = (
-        prepare(tiny_model("llama"), tokenizer_of(template), name="m", fingerprint="f").namespace("t")
+        prepare(tiny("llama"), byte_tokenizer(template), name="m", fingerprint="f").namespace("t")
         for template in ("{{ messages }}", None)
     )
     assert one.tenant == "t" and one.model_fingerprint == "f"
@@ -63,8 +64,8 @@ def test_missing_weights_are_an_error_and_not_random_numbers(saved_model: Path, 
         load(TorchSettings(model=str(tmp_path / "m"), device="cpu"))
 
 
-def test_numbers_that_overflow_are_an_error(tiny_model: Any, byte_tokens: Any) -> None:
-    module = tiny_model("llama")
+def test_numbers_that_overflow_are_an_error(byte_tokens: Any) -> None:
+    module = tiny("llama")
     module.model.norm.weight.data.fill_(float("inf"))
     with pytest.raises(ModelUnavailableError, match="no finite numbers in float32"):
         prepare(module, byte_tokens, name="hot", fingerprint="f")
@@ -79,10 +80,11 @@ def test_a_draft_model_is_loaded_for_its_target(saved_model: Path) -> None:
 
 
 def test_a_draft_model_with_another_tokenizer_is_reached_through_text(
-    saved_model: Path, tmp_path: Path, tokenizer_of: Any
+    saved_model: Path,
+    tmp_path: Path,
 ) -> None:
     shutil.copytree(saved_model, tmp_path / "other")
-    tokenizer = tokenizer_of(None)
+    tokenizer = byte_tokenizer(None)
     tokenizer.add_tokens(["area"])
     tokenizer.save_pretrained(tmp_path / "other")
     settings = TorchSettings(model=str(saved_model), draft_model=str(tmp_path / "other"), device="cpu")

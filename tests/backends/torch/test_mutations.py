@@ -16,6 +16,7 @@ from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.errors import EngineError, InvalidRequestError
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Ask, EagerGovernor, laboratory, tree_of
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100]
 LENGTH = 36
@@ -141,39 +142,39 @@ ALL = {"alone": MUTATIONS, "batch": BATCH_MUTATIONS, "rules": RULE_MUTATIONS, "a
 
 
 @pytest.fixture(scope="module")
-def labs(lab_of: Any) -> list[Any]:
-    return [lab_of("llama"), lab_of("gemma3")]
+def labs() -> list[Any]:
+    return [laboratory("llama"), laboratory("gemma3")]
 
 
-def battery(labs: list[Any], tree_of: Any) -> None:
+def battery(labs: list[Any]) -> None:
     """A short version of the exactness tests; raises when an answer is wrong."""
     for lab in labs:
         for sampling in SAMPLINGS:
             longer = lab.oracle(PROMPT, sampling, max_tokens=LENGTH + 8, stop_ids=())
-            for script in scripts(longer, tree_of):
+            for script in scripts(longer):
                 got = lab.run(PROMPT, sampling, script, max_tokens=LENGTH, stop_ids=())
                 lab.require_same(PROMPT, sampling, got.tokens, longer[:LENGTH])
             end = longer[LENGTH // 2]
-            got = lab.run(PROMPT, sampling, scripts(longer, tree_of)[0], max_tokens=LENGTH, stop_ids=[end])
+            got = lab.run(PROMPT, sampling, scripts(longer)[0], max_tokens=LENGTH, stop_ids=[end])
             lab.require_same(PROMPT, sampling, got.tokens, longer[: longer.index(end) + 1])
 
 
-def batch_battery(labs: list[Any], ask_of: Any, tree_of: Any, governor: Any) -> None:
+def batch_battery(labs: list[Any], governor: Any) -> None:
     """Answers of different lengths together, prompts read in small chunks; raises when one of them is wrong."""
     for lab in labs:
         asks, wants = [], []
         for index, sampling in enumerate((*SAMPLINGS, *SAMPLINGS)):
             prompt = [*PROMPT[index:], *range(index * 4)]
             want = lab.oracle(prompt, sampling, max_tokens=10 + index, stop_ids=())
-            winding, *_, next_one = scripts(want, tree_of, prompt)
+            winding, *_, next_one = scripts(want, prompt)
             script = (winding, None, next_one)[index % 3]
-            asks.append(ask_of(prompt, sampling, script, max_tokens=10 + index, stop_ids=()))
+            asks.append(Ask(prompt, sampling, script, max_tokens=10 + index, stop_ids=()))
             wants.append(want)
         for ask, outcome, want in zip(asks, lab.run_batch(asks, governor=governor), wants, strict=True):
             lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want)
 
 
-def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[Any]:
+def scripts(want: list[int], prompt: list[int] = PROMPT) -> list[Any]:
     whole = [*prompt, *want]
 
     def winding(text: list[int], budget: int) -> Any:
@@ -204,7 +205,7 @@ def scripts(want: list[int], tree_of: Any, prompt: list[int] = PROMPT) -> list[A
     return [winding, wrong, illegal, shifted, next_one]
 
 
-def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
+def rule_battery(lab: Any, grammars: Any) -> None:
     """A short version of the tests with rules: a grammar, a bad word, a shortest length, a second choice."""
     words = grammars.compile("start: /[a-c]{12,30}/", param="p")
     letters = [grammars._tokenizer.encode(letter)[0] for letter in "abc"]
@@ -217,12 +218,12 @@ def rule_battery(lab: Any, tree_of: Any, grammars: Any) -> None:
     for sampling in SAMPLINGS:
         shortest = replace(sampling, min_tokens=15)
         want = lab.oracle(PROMPT, shortest, max_tokens=20, allowed=allowed, choice=1)
-        for script in scripts(want, tree_of)[:2]:
+        for script in scripts(want)[:2]:
             rules = ConstraintSpec(words, (bad,), choice=1)
             got = lab.run(PROMPT, shortest, script, max_tokens=20, constraints=rules)
             assert got.tokens == want
         eager = replace(sampling, min_tokens=5, logit_bias={END: 100.0})
-        assert len(lab.run(PROMPT, eager, scripts(want, tree_of)[0], max_tokens=20).tokens) == 6
+        assert len(lab.run(PROMPT, eager, scripts(want)[0], max_tokens=20).tokens) == 6
 
 
 @pytest.mark.slow
@@ -237,9 +238,9 @@ def grammars(byte_tokens: Any) -> Any:
 
 
 @pytest.fixture
-def play(labs: list[Any], lab: Any, ask_of: Any, tree_of: Any, eager_governor: Any, grammars: Any) -> Any:
+def play(labs: list[Any], lab: Any, grammars: Any) -> Any:
     """Runs the batteries that a kind of mutation concerns; raises when an answer is wrong."""
-    governor = eager_governor()  # verifies everything and reads prompts in small pieces
+    governor = EagerGovernor()  # verifies everything and reads prompts in small pieces
     governor.chunk = lambda *step: 7
 
     def run(kind: str) -> None:
@@ -247,11 +248,11 @@ def play(labs: list[Any], lab: Any, ask_of: Any, tree_of: Any, eager_governor: A
             for one in labs if kind == "ahead" else ():
                 patch.setattr(one, "draws_ahead", True)
             if kind in ("alone", "ahead"):
-                battery(labs, tree_of)
+                battery(labs)
             if kind in ("batch", "ahead"):
-                batch_battery(labs, ask_of, tree_of, governor)
+                batch_battery(labs, governor)
             if kind == "rules":
-                rule_battery(lab, tree_of, grammars)
+                rule_battery(lab, grammars)
 
     return run
 

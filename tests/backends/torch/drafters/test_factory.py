@@ -15,6 +15,7 @@ from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.speculation.cost import CostModel
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Ask, EagerGovernor, Lab, tiny, tree_of
 
 PROMPT = [72, 101, 108, 108, 111, 32, 72, 101, 108, 108, 111, 32, 72, 101]
 SAMPLINGS = (
@@ -45,8 +46,8 @@ class SlowTarget(CostModel):
 
 
 @pytest.fixture
-def slow(eager_governor: Any) -> Any:
-    return eager_governor(cost=SlowTarget())
+def slow() -> Any:
+    return EagerGovernor(cost=SlowTarget())
 
 
 def broken(logits: torch.Tensor) -> torch.Tensor:
@@ -54,16 +55,16 @@ def broken(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def small_models(lab: Any, lab_class: Any, tiny_model: Any) -> dict[str, DraftModel]:
-    close = lab_class(near(lab.reference, 0.05)).target
+def small_models(lab: Any) -> dict[str, DraftModel]:
+    close = Lab(near(lab.reference, 0.05)).target
     ascii_only = near(lab.reference, 0.05)
     ascii_only.lm_head.weight.data[128:] = 0
     codecs = (lab.tokenizer, TokenizerAdapter(lab.loaded.tokenizer))
     return {
         "close": DraftModel("close", close),
-        "itself": DraftModel("itself", lab_class(copy.deepcopy(lab.reference)).target),
-        "another family": DraftModel("gemma", lab_class(tiny_model("gemma3")).target),
-        "through text": DraftModel("bridged", lab_class(ascii_only).target, codecs),
+        "itself": DraftModel("itself", Lab(copy.deepcopy(lab.reference)).target),
+        "another family": DraftModel("gemma", Lab(tiny("gemma3")).target),
+        "through text": DraftModel("bridged", Lab(ascii_only).target, codecs),
     }
 
 
@@ -73,14 +74,14 @@ def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]
     return request.param, small_models.get(request.param)
 
 
-def test_every_drafter_gives_the_oracles_answer(lab: Any, ask_of: Any, tree_of: Any, drafting: Any, slow: Any) -> None:
+def test_every_drafter_gives_the_oracles_answer(lab: Any, drafting: Any, slow: Any) -> None:
     (name, model), samplings = drafting, SAMPLINGS
     if name == "through text":  # which needs answers that are text
         samplings = tuple(replace(one, logit_bias=dict.fromkeys(range(128, 259), -100.0)) for one in SAMPLINGS)
     wants = [lab.oracle(PROMPT, sampling, max_tokens=24, stop_ids=()) for sampling in samplings]
     asks = [
-        ask_of(
-            PROMPT, sampling, partly_knowing([*PROMPT, *want], tree_of) if model is None else (lambda *_: None),
+        Ask(
+            PROMPT, sampling, partly_knowing([*PROMPT, *want]) if model is None else (lambda *_: None),
             max_tokens=24, stop_ids=(), prediction=None if name == "cache" else [*want[:9], 1, *want[9:]],
         )
         for sampling, want in zip(samplings, wants, strict=True)
@@ -91,7 +92,7 @@ def test_every_drafter_gives_the_oracles_answer(lab: Any, ask_of: Any, tree_of: 
         assert not lab.divergences and got.speculation.drafted > 0
 
 
-def partly_knowing(whole: list[int], tree_of: Any) -> Any:
+def partly_knowing(whole: list[int]) -> Any:
     """A cache that drafts the right token and a guess behind it."""
 
     def cache(text: list[int], budget: int) -> Any:
@@ -102,13 +103,11 @@ def partly_knowing(whole: list[int], tree_of: Any) -> Any:
 
 
 @pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.long)])
-def test_over_many_seeds_answers_have_the_targets_distribution(
-    lab: Any, ask_of: Any, drafting: Any, seeds: int, slow: Any
-) -> None:
+def test_over_many_seeds_answers_have_the_targets_distribution(lab: Any, drafting: Any, seeds: int, slow: Any) -> None:
     """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""
     plain = SamplingParams(temperature=1.0, top_k=4, seed=0)
     options: dict[str, Any] = {"max_tokens": 4, "stop_ids": (), "prediction": [1, 2]}
-    asks = [ask_of(PROMPT, replace(plain, seed=seed), **options) for seed in range(seeds)]
+    asks = [Ask(PROMPT, replace(plain, seed=seed), **options) for seed in range(seeds)]
     outcomes = lab.run_batch(asks, draft_model=drafting[1], governor=slow)
     counted = Counter(tuple(got.tokens[:2]) for got in outcomes)
     expected = {

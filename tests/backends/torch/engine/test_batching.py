@@ -19,6 +19,7 @@ from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.speculation.governor import CHUNKS, Governor
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Ask, Lab, tiny, tree_of
 
 TOLERANCE = 2e-4
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
@@ -62,20 +63,20 @@ def test_packed_logits_are_those_of_each_path_alone(family: Any, data: st.DataOb
             assert np.abs(got.cpu().numpy() - want).max() < TOLERANCE
 
 
-def winding(whole: Sequence[int], tree_of: Any, rng: np.random.Generator) -> Any:
+def winding(whole: Sequence[int], rng: np.random.Generator) -> Any:
     """Random trees through which the right path winds, now and then; now and then none."""
     return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
 
 
-def asks_of(lab: Any, ask_of: Any, tree_of: Any, count: int, **options: Any) -> tuple[list[Any], list[list[int]]]:
+def asks_of(lab: Any, count: int, **options: Any) -> tuple[list[Any], list[list[int]]]:
     """So many requests, all different, and the oracle's answers."""
     asks, wants = [], []
     for index in range(count):
         prompt = [*PROMPT[: 3 + index % 9], index]
         sampling, length = SAMPLINGS[index % len(SAMPLINGS)], 8 + 3 * (index % 5)
         want = lab.oracle(prompt, sampling, max_tokens=length)
-        script = winding([*prompt, *want], tree_of, np.random.default_rng(index)) if index % 3 else None
-        asks.append(ask_of(prompt, sampling, script, max_tokens=length, **options))
+        script = winding([*prompt, *want], np.random.default_rng(index)) if index % 3 else None
+        asks.append(Ask(prompt, sampling, script, max_tokens=length, **options))
         wants.append(want)
     return asks, wants
 
@@ -86,8 +87,8 @@ def require_all(lab: Any, asks: Sequence[Any], outcomes: Sequence[Any], wants: S
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, ask_of: Any, tree_of: Any, count: int) -> None:
-    asks, wants = asks_of(family, ask_of, tree_of, count)
+def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, count: int) -> None:
+    asks, wants = asks_of(family, count)
     outcomes = family.run_batch(asks)
     require_all(family, asks, outcomes, wants)
     assert not family.divergences
@@ -95,11 +96,9 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, ask_of: Any, tr
 
 
 @given(data=st.data())
-def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
-    lab: Any, ask_of: Any, tree_of: Any, data: st.DataObject
-) -> None:
+def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(lab: Any, data: st.DataObject) -> None:
     """Before any step some answers rest, some are cancelled, and some give up all or some of their rows."""
-    asks, wants = asks_of(lab, ask_of, tree_of, data.draw(st.integers(2, 6)))
+    asks, wants = asks_of(lab, data.draw(st.integers(2, 6)))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     cancelled: list[EngineSequence] = []
 
@@ -121,13 +120,13 @@ def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(
         lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want if whole else want[: len(outcome.tokens)])
 
 
-def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> None:
+def test_a_long_prompt_is_read_beside_running_answers(lab: Any) -> None:
     """A slow machine: prompts are read in the smallest chunks, and the answer that runs gains a token in every step."""
     governor = Governor()
     governor.cost.calibrate([(1, 0, 0.01), (48, 0, 0.48)])
     governor.cost.observe = lambda *args: None  # type: ignore[method-assign]
     shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor)
-    asks = [ask_of(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), ask_of(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
+    asks = [Ask(PROMPT, SAMPLINGS[1], max_tokens=20, stop_ids=()), Ask(PROMPT * 20, SAMPLINGS[1], max_tokens=1)]
     short, long = (ask.begin(shared, None) for ask in asks)
     with torch.inference_mode():
         step.run_step(plan_step([short], shared), shared)
@@ -143,19 +142,17 @@ def test_a_long_prompt_is_read_beside_running_answers(lab: Any, ask_of: Any) -> 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_that_cannot_be_packed_goes_one_at_a_time(
-    tiny_model: Any, lab_class: Any, ask_of: Any, tree_of: Any, attention: str
-) -> None:
-    lab = lab_class(tiny_model("gemma3"))
+def test_attention_that_cannot_be_packed_goes_one_at_a_time(attention: str) -> None:
+    lab = Lab(tiny("gemma3"))
     lab.target.module.set_attn_implementation(attention)
     lab.target = TargetModel(lab.target.module)
     assert not lab.target.batched
-    asks, wants = asks_of(lab, ask_of, tree_of, 3)
+    asks, wants = asks_of(lab, 3)
     require_all(lab, asks, lab.run_batch(asks), wants)
 
 
-def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model: Any, lab: Any) -> None:
-    module = tiny_model("llama")
+def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(lab: Any) -> None:
+    module = tiny("llama")
     module.set_attn_implementation(lab.target.attention)
     assert TargetModel(module).batched
     module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "longrope"}
@@ -164,6 +161,6 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(tiny_model:
     assert not TargetModel(module).batched
 
 
-def test_the_real_governor_changes_no_answer_in_a_batch(family: Any, ask_of: Any, tree_of: Any) -> None:
-    asks, wants = asks_of(family, ask_of, tree_of, 6, request={"latency_target_ms_per_token": 0.01})
+def test_the_real_governor_changes_no_answer_in_a_batch(family: Any) -> None:
+    asks, wants = asks_of(family, 6, request={"latency_target_ms_per_token": 0.01})
     require_all(family, asks, family.run_batch(asks, governor=Governor()), wants)

@@ -20,6 +20,7 @@ from agentspec.backends.torch.engine.prefill import known_prompt
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache import SuffixCache
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.backends.torch.conftest import Lab, byte_tokenizer, tiny
 
 pytestmark = pytest.mark.anyio
 
@@ -43,10 +44,8 @@ def result_of(id: str, content: str) -> dict[str, Any]:
 
 
 @given(st.lists(results, min_size=1, max_size=3), st.integers(0, 2))
-def test_it_begins_the_prompt_that_comes_whatever_the_tools_return(
-    tokenizer_of: Any, texts: list[str], done: int
-) -> None:
-    tokenizer = TokenizerAdapter(tokenizer_of(FRAMED))
+def test_it_begins_the_prompt_that_comes_whatever_the_tools_return(texts: list[str], done: int) -> None:
+    tokenizer = TokenizerAdapter(byte_tokenizer(FRAMED))
     ids = [f"call-{n}" for n in range(len(texts))]
     asked = [{"role": "user", "content": "hi"}, calling(*ids)]
     answers = [result_of(id, text) for id, text in zip(ids, texts, strict=True)]
@@ -77,8 +76,8 @@ CALLING = GenerateRequest(
 
 
 @pytest.fixture
-async def backend_of(lab_class: Any, tiny_model: Any, tokenizer_of: Any) -> AsyncIterator[Any]:
-    lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
+async def backend_of() -> AsyncIterator[Any]:
+    lab = Lab(tiny("llama"), byte_tokenizer(TEMPLATE))
     async with AsyncExitStack() as stack:
 
         def make(cache: SuffixCache | None = None, keeps_prefixes: bool = True) -> TorchBackend:
@@ -152,10 +151,8 @@ async def test_nothing_is_read_where_it_is_not_wanted(
     assert backend.stats().prefills["launched"] == 0
 
 
-def test_a_turn_comes_on_another_loop_after_its_own_was_closed(
-    lab_class: Any, tiny_model: Any, tokenizer_of: Any
-) -> None:
-    lab = lab_class(tiny_model("llama"), tokenizer_of(TEMPLATE))
+def test_a_turn_comes_on_another_loop_after_its_own_was_closed() -> None:
+    lab = Lab(tiny("llama"), byte_tokenizer(TEMPLATE))
     backend = TorchBackend(lab.loaded, TorchSettings())
     loop = asyncio.new_event_loop()
     message = loop.run_until_complete(turn(backend, CALLING))

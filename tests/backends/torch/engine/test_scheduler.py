@@ -22,6 +22,7 @@ from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import GenerateRequest, SamplingParams
+from tests.backends.torch.conftest import ScriptedSession
 
 PROMPT = list(range(20, 40))
 SLOT_BYTES = 256  # of the tiny model
@@ -44,12 +45,12 @@ def scheduler_of(lab: Any) -> Callable[..., Scheduler]:
 
 
 @pytest.fixture
-def opened(lab: Any, scripted_session: Any) -> Callable[[EngineRequest], EngineSequence]:
+def opened(lab: Any) -> Callable[[EngineRequest], EngineSequence]:
     context = EngineContext(lab.target, lab.tokenizer)
 
     def open_sequence(request: EngineRequest, cache: Any = None) -> EngineSequence:
         cache = cache or lab.target.new_cache(len(request.prompt) + request.max_tokens + ROOM)
-        return EngineSequence(request, context, cache, scripted_session(request.prompt))
+        return EngineSequence(request, context, cache, ScriptedSession(request.prompt))
 
     return open_sequence
 

@@ -11,12 +11,13 @@ import torch
 
 from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Ask, tree_of
 
 PROMPT = list(b"Once upon a time")
 PLAIN = SamplingParams(temperature=1.0, seed=3, logit_bias={256: -100.0, 257: -100.0, 258: -100.0})
 
 
-def knowing(whole: list[int], tree_of: Any, size: int = 5) -> Any:
+def knowing(whole: list[int], size: int = 5) -> Any:
     """Drafts the right continuation."""
 
     def script(text: list[int], budget: int) -> Any:
@@ -27,17 +28,15 @@ def knowing(whole: list[int], tree_of: Any, size: int = 5) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(
-    lab: Any, ask_of: Any, tree_of: Any, size: int
-) -> None:
+def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(lab: Any, size: int) -> None:
     letters = {lab.tokenizer.encode(chr(code))[0] for code in range(32, 127)}
     ascii_only = {token: -100.0 for token in range(259) if token not in letters}
     params: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": ascii_only}
     tokens = lab.oracle(PROMPT, SamplingParams(**params))
     text = lab.tokenizer.decode(tokens)
-    script = knowing([*PROMPT, *tokens], tree_of, size)
+    script = knowing([*PROMPT, *tokens], size)
     stops = {text[start : start + length] for start in range(len(text)) for length in (1, 2, 4)}
-    asks = [ask_of(PROMPT, SamplingParams(**params, stop=(stop, "\n never")), script) for stop in sorted(stops)]
+    asks = [Ask(PROMPT, SamplingParams(**params, stop=(stop, "\n never")), script) for stop in sorted(stops)]
     for ask, outcome in zip(asks, lab.run_batch(asks), strict=True):
         stop, _ = ask.sampling.stop
         end = text.index(stop) + len(stop)
@@ -46,11 +45,11 @@ def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(
         assert outcome.tokens == tokens[:end]  # one byte, one token: nothing past the stop string
 
 
-def test_logprobs_are_of_the_raw_distribution(family: Any, tree_of: Any) -> None:
+def test_logprobs_are_of_the_raw_distribution(family: Any) -> None:
     sampling = SamplingParams(temperature=0.3, top_k=2, seed=9, logprobs=True, top_logprobs=3)
     tokens = family.oracle(PROMPT, sampling)
     wants = [family.logits([*PROMPT, *tokens[:i]]) for i in range(len(tokens))]
-    for script in (None, knowing([*PROMPT, *tokens], tree_of)):
+    for script in (None, knowing([*PROMPT, *tokens])):
         outcome = family.run(PROMPT, sampling, script)
         assert [entry.token_id for entry in outcome.logprobs] == outcome.tokens == tokens
         for entry, logits in zip(outcome.logprobs, wants, strict=True):

@@ -18,6 +18,7 @@ from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Ask, tree_of
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
 SAMPLED = SamplingParams(temperature=0.9, seed=4)
@@ -46,21 +47,21 @@ def form(byte_tokens: Any) -> ConstraintSpec:
     return ConstraintSpec(GrammarCompiler(byte_tokens, 259, [256]).compile(source, param="p"), bad_words=((97, 97),))
 
 
-def asks_of(lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec) -> list[Any]:
+def asks_of(lab: Any, form: ConstraintSpec) -> list[Any]:
     """Each kind of request as two choices, with drafts that are right now and then; some read their prompts longer."""
     plain = []
     for number, (name, sampling) in enumerate(SAMPLINGS.items()):
         prompt = PROMPT[: 4 + number] * (1 + number % 3)
         for choice in range(2):
             rules = replace(form if "form" in name else ConstraintSpec(), choice=choice)
-            plain.append(ask_of(prompt, sampling, constraints=rules, max_tokens=18))
+            plain.append(Ask(prompt, sampling, constraints=rules, max_tokens=18))
     return [
-        replace(ask, script=winding([*ask.prompt, *outcome.tokens], tree_of, number // 2))
+        replace(ask, script=winding([*ask.prompt, *outcome.tokens], number // 2))
         for number, (ask, outcome) in enumerate(zip(plain, lab.run_batch(plain), strict=True))
     ]
 
 
-def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
+def winding(whole: Sequence[int], seed: int) -> Any:
     rng = np.random.default_rng(seed)
     return lambda text, budget: tree_of.winding(whole[len(text) :], rng, int(rng.integers(0, 12)))
 
@@ -69,10 +70,10 @@ def winding(whole: Sequence[int], tree_of: Any, seed: int) -> Any:
     "together", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(28, marks=pytest.mark.slow)]
 )
 def test_answers_are_the_same_drawn_ahead(
-    lab: Any, ask_of: Any, tree_of: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
+    lab: Any, form: ConstraintSpec, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wants = lab.run_batch(asks_of(lab, ask_of, tree_of, form))
-    asks = asks_of(lab, ask_of, tree_of, form)
+    wants = lab.run_batch(asks_of(lab, form))
+    asks = asks_of(lab, form)
     monkeypatch.setattr(lab, "draws_ahead", True)
     for start in range(0, len(asks), together):
         for got, want in zip(lab.run_batch(asks[start : start + together]), wants[start:], strict=False):
@@ -91,11 +92,11 @@ def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[EngineSequ
 
 
 def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabilities(
-    lab: Any, ask_of: Any, tree_of: Any, eager_governor: Any, waits: Any, monkeypatch: pytest.MonkeyPatch
+    lab: Any, waits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samplings = [sampling for name, sampling in SAMPLINGS.items() if "form" not in name and not sampling.min_tokens]
-    asks = [ask_of(PROMPT, each, winding(PROMPT * 4, tree_of, 3), max_tokens=12, stop_ids=()) for each in samplings]
-    sequences, shared = begun(lab, asks, eager_governor)
+    asks = [Ask(PROMPT, each, winding(PROMPT * 4, 3), max_tokens=12, stop_ids=()) for each in samplings]
+    sequences, shared = begun(lab, asks)
     scored, forward, seen = sum(each.logprobs for each in samplings), TargetModel.forward_batch, Counter[str]()
 
     def computed(target: TargetModel, items: Any) -> Any:

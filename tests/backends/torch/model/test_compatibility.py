@@ -14,6 +14,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load, max_exact_context, prepare
 from agentspec.errors import ModelUnavailableError
 from agentspec.types import SamplingParams
+from tests.backends.torch.conftest import Lab, tree_of
 
 NARROW: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2}
 SHAPE: dict[str, Any] = {
@@ -86,9 +87,9 @@ def longrope() -> Any:
     )
 
 
-def test_texts_end_where_positions_begin_to_move(lab_class: Any, tree_of: Any, caplog: Any) -> None:
+def test_texts_end_where_positions_begin_to_move(caplog: Any) -> None:
     """Behind that point a draft would change the angles of the tokens before it, and with them the answer."""
-    subject = lab_class(model_of(longrope()))
+    subject = Lab(model_of(longrope()))
     assert max_exact_context(longrope()) == subject.target.context_length == 32
     assert "takes texts of up to 32 tokens" in caplog.text
     sampling, prompt = SamplingParams(temperature=0), list(range(20))

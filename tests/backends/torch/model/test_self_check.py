@@ -14,6 +14,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import choose_device, choose_dtype, load, prepare
 from agentspec.backends.torch.model.batch import ATTENTION_NAME
 from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
+from tests.backends.torch.conftest import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 # function, what to change, changed
@@ -45,10 +46,10 @@ def taken(module: Any, tokens: Any) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_grouped_attention_is_refused_in_every_format(
-    tiny_model: Any, byte_tokens: Any, mutate: Any, name: str, dtype: torch.dtype
+    byte_tokens: Any, mutate: Any, name: str, dtype: torch.dtype
 ) -> None:
     mutate(*MISTAKES[name])
-    assert not taken(tiny_model("llama").to(dtype), byte_tokens)
+    assert not taken(tiny("llama").to(dtype), byte_tokens)
 
 
 def test_a_mistake_is_refused_in_every_family(family: Any, byte_tokens: Any, mutate: Any) -> None:
@@ -58,9 +59,9 @@ def test_a_mistake_is_refused_in_every_family(family: Any, byte_tokens: Any, mut
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_window_one_wider_is_seen_though_the_models_own_is_far_longer_than_the_check(
-    tiny_model: Any, byte_tokens: Any, mutate: Any, dtype: torch.dtype
+    byte_tokens: Any, mutate: Any, dtype: torch.dtype
 ) -> None:
-    module = tiny_model("mistral").to(dtype)
+    module = tiny("mistral").to(dtype)
     module.config.sliding_window = 4096
     mutate("attention_mask", "<= positions[:, None] - window", "< positions[:, None] - window")
     with pytest.raises(ModelUnavailableError, match="cannot be rewound"):
@@ -69,9 +70,9 @@ def test_a_window_one_wider_is_seen_though_the_models_own_is_far_longer_than_the
 
 @pytest.mark.parametrize("models", [3, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("split_sums")
-def test_rounding_in_another_order_is_not_refused(tiny_model: Any, byte_tokens: Any, models: int) -> None:
+def test_rounding_in_another_order_is_not_refused(byte_tokens: Any, models: int) -> None:
     for number in range(models):
-        module = tiny_model("llama")
+        module = tiny("llama")
         for weight in module.parameters():
             weight.data *= 1 + number / 8
         assert taken(module.to(torch.bfloat16), byte_tokens)

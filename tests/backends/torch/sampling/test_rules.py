@@ -18,6 +18,7 @@ import regex
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import Draft, SamplingParams
+from tests.backends.torch.conftest import tree_of
 
 Script = Callable[[list[int], int], Draft | None]
 Allowed = Callable[[Sequence[int]], Collection[int]]
@@ -72,7 +73,7 @@ class Language:
         return "".join(self.characters[token] for token in answer if token != EOS)
 
 
-def drafters(answer: Sequence[int], allowed: Allowed, tree_of: Any) -> dict[str, Script]:
+def drafters(answer: Sequence[int], allowed: Allowed) -> dict[str, Script]:
     """Drafters good and bad, `answer` being the right one; they propose what is allowed, and what is not."""
     whole, rng = [*PROMPT, *answer], np.random.default_rng(3)
 
@@ -108,7 +109,7 @@ def grammars(byte_tokens: Any) -> GrammarCompiler:
     ],
 )
 def test_every_drafter_gives_the_oracles_answer(
-    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, language: str, sampling: str
+    lab: Any, grammars: GrammarCompiler, byte_tokens: Any, language: str, sampling: str
 ) -> None:
     source, pattern = LANGUAGES[language]
     allowed, params = Language(pattern, byte_tokens), SAMPLINGS[sampling]
@@ -118,7 +119,7 @@ def test_every_drafter_gives_the_oracles_answer(
         assert allowed.pattern.fullmatch(allowed.text(want))
     off = lab.run(PROMPT, params, constraints=rules, max_tokens=40)
     lab.require_same(PROMPT, params, off.tokens, want, allowed)
-    scripts = drafters(want, allowed, tree_of)
+    scripts = drafters(want, allowed)
     outcomes = lab.run_each(PROMPT, params, scripts.values(), constraints=rules, max_tokens=40)
     for name, outcome in zip(scripts, outcomes, strict=True):
         print(name, outcome.speculation)
@@ -129,9 +130,7 @@ def test_every_drafter_gives_the_oracles_answer(
 
 
 @pytest.mark.parametrize("stop", ["ow", "l", '","', "[1", "]}"])
-def test_a_stop_string_inside_a_form_ends_it(
-    lab: Any, tree_of: Any, grammars: GrammarCompiler, byte_tokens: Any, stop: str
-) -> None:
+def test_a_stop_string_inside_a_form_ends_it(lab: Any, grammars: GrammarCompiler, byte_tokens: Any, stop: str) -> None:
     source, pattern = LANGUAGES["schema"]
     allowed = Language(pattern, byte_tokens)
     params = SamplingParams(temperature=1.0, seed=5, stop=(stop,))
@@ -139,14 +138,14 @@ def test_a_stop_string_inside_a_form_ends_it(
     longer = lab.oracle(PROMPT, params, allowed=allowed, max_tokens=40)
     whole = allowed.text(longer)
     assert whole.count('"') >= 5
-    scripts = drafters(longer, allowed, tree_of).values()
+    scripts = drafters(longer, allowed).values()
     for outcome in lab.run_each(PROMPT, params, scripts, constraints=rules, max_tokens=40):
         assert outcome.text == whole.partition(stop)[0] and outcome.finish in ("stop", "length")
 
 
 @pytest.mark.parametrize("min_tokens", [1, 5, 23])
 @pytest.mark.parametrize("sampling", ["greedy", "plain", "all"])
-def test_no_end_comes_before_min_tokens(lab: Any, tree_of: Any, sampling: str, min_tokens: int) -> None:
+def test_no_end_comes_before_min_tokens(lab: Any, sampling: str, min_tokens: int) -> None:
     eager = replace(SAMPLINGS[sampling], logit_bias={EOS: 100.0}, min_tokens=min_tokens)
 
     def allowed(answer: Sequence[int]) -> Collection[int]:
@@ -154,14 +153,14 @@ def test_no_end_comes_before_min_tokens(lab: Any, tree_of: Any, sampling: str, m
 
     want = lab.oracle(PROMPT, eager, allowed=allowed)
     assert len(want) == min_tokens + 1 and want[-1] == EOS
-    for outcome in lab.run_each(PROMPT, eager, [None, *drafters(want, allowed, tree_of).values()]):
+    for outcome in lab.run_each(PROMPT, eager, [None, *drafters(want, allowed).values()]):
         assert outcome.tokens == want
 
 
 @pytest.mark.parametrize(
     "sampling", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLINGS]
 )
-def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
+def test_bad_words_never_appear(lab: Any, sampling: str) -> None:
     params = SAMPLINGS[sampling]
     free = lab.oracle(PROMPT, params)
     words = ((free[0],), tuple(free[2:4]), tuple(free[1:4]))
@@ -172,6 +171,6 @@ def test_bad_words_never_appear(lab: Any, tree_of: Any, sampling: str) -> None:
 
     want = lab.oracle(PROMPT, params, allowed=allowed)
     assert want != free
-    scripts = [None, *drafters(want, allowed, tree_of).values(), *drafters(free, allowed, tree_of).values()]
+    scripts = [None, *drafters(want, allowed).values(), *drafters(free, allowed).values()]
     for outcome in lab.run_each(PROMPT, params, scripts, constraints=ConstraintSpec(bad_words=words)):
         assert outcome.tokens == want

@@ -14,6 +14,7 @@ from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.protocol.speculation import LossyAcceptanceSpeculation
 from agentspec.speculation.governor import Governor
 from agentspec.types import LossyAcceptance, SamplingParams, Source
+from tests.backends.torch.conftest import laboratory
 
 PROMPT = [72, 101, 108, 108, 111]
 HOT = SamplingParams(temperature=1.0, seed=5)
@@ -21,9 +22,9 @@ ALL = LossyAcceptance(epsilon=1e-9, delta=1e-9)  # every token with any probabil
 
 
 @pytest.fixture
-def other(lab_of: Any) -> Any:
+def other() -> Any:
     """Another random model of the same tokens: most of its drafts are wrong."""
-    return lab_of("qwen3").target
+    return laboratory("qwen3").target
 
 
 @pytest.fixture(autouse=True)

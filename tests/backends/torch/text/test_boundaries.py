@@ -17,6 +17,7 @@ import pytest
 from agentspec.backends.torch.text.structured_output import OutputParserSpec, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.types import DEFAULT_TENANT, GenerateRequest, SamplingParams, StructuredOutputs
+from tests.backends.torch.conftest import Ask, tree_of
 
 END, TOGETHER, LENGTH = 256, 16, 20
 CUT_CASES = [25, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
@@ -60,7 +61,7 @@ class Whole(NamedTuple):
         return "".join(chr(FIRST + token) for token in self.tokens)
 
 
-def drafting(prompt: Sequence[int], answer: Sequence[int], tree_of: Any, rng: np.random.Generator) -> Any:
+def drafting(prompt: Sequence[int], answer: Sequence[int], rng: np.random.Generator) -> Any:
     """Drafts that end anywhere: right as far as they go, wrong behind, or a tree in which the right path hides."""
     whole = [*prompt, *answer]
 
@@ -105,15 +106,15 @@ def cut(whole: Whole, kind: int, at: int, size: int) -> tuple[dict[str, Any], tu
 
 
 @pytest.mark.parametrize("count", CUT_CASES)
-def test_answers_end_where_they_should(lab: Any, ask_of: Any, tree_of: Any, wholes: list[Whole], count: int) -> None:
+def test_answers_end_where_they_should(lab: Any, wholes: list[Whole], count: int) -> None:
     rng = np.random.default_rng(7)
 
     def cases() -> Iterator[tuple[Any, tuple[int, str, str]]]:
         for index in range(3 * count):
             whole = wholes[index // 3 % len(wholes)]
             options, want = cut(whole, index % 3, int(rng.integers(0, LENGTH)), int(rng.integers(1, 5)))
-            script = drafting(whole.prompt, whole.tokens, tree_of, rng)
-            yield ask_of(whole.prompt, script=script, **options), want
+            script = drafting(whole.prompt, whole.tokens, rng)
+            yield Ask(whole.prompt, script=script, **options), want
 
     for group in groups(cases()):
         for outcome, (_, want) in zip(lab.run_batch([ask for ask, _ in group]), group, strict=True):
@@ -138,9 +139,7 @@ def put_together(reading: OutputParserSpec, outcome: Any) -> tuple[str, list[lis
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "call required" else name for name in FORMS]
 )
-def test_forms_and_calls_are_those_without_drafts(
-    lab: Any, ask_of: Any, tree_of: Any, byte_tokens: Any, name: str, count: int
-) -> None:
+def test_forms_and_calls_are_those_without_drafts(lab: Any, byte_tokens: Any, name: str, count: int) -> None:
     fields = dict(FORMS[name])
     asked = SamplingParams(structured_outputs=fields.pop("form", None))
     request = GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=asked, **fields)
@@ -148,7 +147,7 @@ def test_forms_and_calls_are_those_without_drafts(
     form = builder.build(request, "x")
     (rules,) = form.constraints(1, None if form.source is None else builder.compile(DEFAULT_TENANT, form.source))
     requests = [
-        ask_of(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
+        Ask(prompt, SamplingParams(temperature=1.0, seed=seed), max_tokens=120, constraints=rules)
         for seed, prompt in enumerate(PROMPTS * 2)
     ]
     plain = lab.run_batch(requests)
@@ -163,7 +162,7 @@ def test_forms_and_calls_are_those_without_drafts(
     def cases() -> Iterator[tuple[Any, Any]]:
         for index in range(count):
             at = index % len(requests)
-            script = drafting(requests[at].prompt, plain[at].tokens, tree_of, rng)
+            script = drafting(requests[at].prompt, plain[at].tokens, rng)
             yield replace(requests[at], script=script), (plain[at].tokens, wants[at])
 
     for group in groups(cases()):

@@ -13,6 +13,7 @@ from agentspec.backends.torch.text.structured_output import StructuredOutput, St
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
 from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from tests.backends.torch.conftest import byte_tokenizer
 
 END = 256
 TOOLS = tuple(
@@ -28,8 +29,8 @@ def forms(byte_tokens: Any) -> StructuredOutputBuilder:
 
 
 @pytest.fixture(scope="module")
-def thinking(tokenizer_of: Any) -> StructuredOutputBuilder:
-    return StructuredOutputBuilder(TokenizerAdapter(tokenizer_of(THINKING)), 259, frozenset({END}))
+def thinking() -> StructuredOutputBuilder:
+    return StructuredOutputBuilder(TokenizerAdapter(byte_tokenizer(THINKING)), 259, frozenset({END}))
 
 
 def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest:
@@ -128,8 +129,8 @@ BOUND = ["<tool_call>", "a <tool_call>b", called("three"), called("one") + calle
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_calls_of_strict_tools_keep_to_them_in_any_text(tokenizer_of: Any, marked: bool) -> None:
-    tokenizer = tokenizer_of("{{ tools }}<tool_call>")
+def test_calls_of_strict_tools_keep_to_them_in_any_text(marked: bool) -> None:
+    tokenizer = byte_tokenizer("{{ tools }}<tool_call>")
     if marked:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     forms = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
@@ -205,9 +206,9 @@ RESPONSE_TEMPLATE = {
     ],
 )
 def test_a_format_of_its_own_is_read_by_the_checkpoints_template(
-    tokenizer_of: Any, answer: str, thoughts: str, text: str, calls: Any
+    answer: str, thoughts: str, text: str, calls: Any
 ) -> None:
-    tokenizer = tokenizer_of("{{ tools }} in a format of its own")
+    tokenizer = byte_tokenizer("{{ tools }} in a format of its own")
     tokenizer.response_template = RESPONSE_TEMPLATE
     builder = StructuredOutputBuilder(TokenizerAdapter(tokenizer), 259, frozenset({END}))
     for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
@@ -231,8 +232,8 @@ def test_bad_words_count_with_and_without_a_blank(forms: StructuredOutputBuilder
     assert caught.value.param == "bad_words"
 
 
-def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
-    tokenizer = tokenizer_of("{{ tools }}[TOOL_CALLS]")
+def test_special_tokens_that_mark_a_call_are_shown() -> None:
+    tokenizer = byte_tokenizer("{{ tools }}[TOOL_CALLS]")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     codec = TokenizerAdapter(tokenizer)
@@ -250,12 +251,12 @@ def test_special_tokens_that_mark_a_call_are_shown(tokenizer_of: Any) -> None:
     ("prompt", "budget", "limited"),
     [("q", 5, True), ("q<think>\n", 5, True), ("q<think></think>\n", 5, False), ("q", None, False)],
 )
-def test_a_budget_bounds_thoughts_to_come(tokenizer_of: Any, prompt: str, budget: int | None, limited: bool) -> None:
-    marked = tokenizer_of(THINKING)
+def test_a_budget_bounds_thoughts_to_come(prompt: str, budget: int | None, limited: bool) -> None:
+    marked = byte_tokenizer(THINKING)
     marked.add_tokens(["<think>", "</think>"], special_tokens=True)
     begin, end = marked.convert_tokens_to_ids(["<think>", "</think>"])
     builder = StructuredOutputBuilder(TokenizerAdapter(marked), len(marked), frozenset({END}))
     found = {rules.thinking for rules in builder.build(ask(thinking_budget=budget), prompt).constraints(2, None)}
     assert found == ({ThinkingLimit(5, end, begin, begun=prompt != "q")} if limited else {None})
-    without = StructuredOutputBuilder(TokenizerAdapter(tokenizer_of(THINKING)), 259, frozenset({END}))
+    without = StructuredOutputBuilder(TokenizerAdapter(byte_tokenizer(THINKING)), 259, frozenset({END}))
     assert without.build(ask(thinking_budget=budget), prompt).thinking is None, "it has no token for the end"

@@ -19,6 +19,7 @@ from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL, tool_format
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import GenerateRequest
+from tests.backends.torch.conftest import byte_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -135,8 +136,8 @@ def rendered(tokenizer: Any, messages: Any = TALK, start: bool = True, **fields:
     return TokenizerAdapter(tokenizer).render(messages, start=start, **fields)
 
 
-def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects(tokenizer_of: Any) -> None:
-    tokenizer = tokenizer_of(WITH_TOOLS)
+def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects() -> None:
+    tokenizer = byte_tokenizer(WITH_TOOLS)
     said = rendered(tokenizer, tools=(TOOL,), template_arguments={"thinking": "no"})
     assert said == "[f]user:hi;assistant:<tool_call>1;tool:done;no>"
     assert rendered(tokenizer, start=False) == "user:hi;assistant:<tool_call>1;tool:done;"
@@ -160,8 +161,8 @@ def test_a_call_that_a_model_broke_off_ends_no_conversation(byte_tokens: Any, ar
     assert '{"name": "f", "arguments": {}}' in said
 
 
-def test_the_format_follows_the_template(tokenizer_of: Any, byte_tokens: Any) -> None:
-    tokenizer = tokenizer_of(WITH_TOOLS)
+def test_the_format_follows_the_template(byte_tokens: Any) -> None:
+    tokenizer = byte_tokenizer(WITH_TOOLS)
     assert tool_format(byte_tokens) is tool_format(tokenizer) is HERMES
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]{{ tools }}"}
     assert tool_format(tokenizer) is MISTRAL and template_of(tokenizer) == "{{ messages }}"
@@ -201,9 +202,9 @@ CHAT = [("system", "a"), ("user", "b"), ("assistant", "c")]
         (KNOWN, [("developer", "a"), *CHAT[1:], ("developer", "d")], "<system>a<user>b<assistant>c<user>d"),
     ],
 )  # fmt: skip
-def test_system_messages_stay_where_they_are(tokenizer_of: Any, template: str, roles: Any, prompt: str) -> None:
+def test_system_messages_stay_where_they_are(template: str, roles: Any, prompt: str) -> None:
     messages = [{"role": role, "content": content} for role, content in roles]
-    tokenizer = tokenizer_of(template)
+    tokenizer = byte_tokenizer(template)
     assert rendered(tokenizer, messages) == prompt
     before = rendered(tokenizer, messages[:3])
     assert prompt.startswith(before) or template is TURNS  # so that it is read from the KV cache
@@ -220,10 +221,8 @@ ARGUMENTS = ("{{ c.function.arguments }}", "{{ c.function.arguments|tojson }}", 
 @pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_a_turn_goes_on_from_the_thoughts_and_calls_before(
-    tokenizer_of: Any, name: str, sent: str, arguments: str
-) -> None:
-    tokenizer = tokenizer_of(THINKS.replace("NAME", name).replace("{{ 'ARGS' }}", arguments))
+def test_a_turn_goes_on_from_the_thoughts_and_calls_before(name: str, sent: str, arguments: str) -> None:
+    tokenizer = byte_tokenizer(THINKS.replace("NAME", name).replace("{{ 'ARGS' }}", arguments))
     asked = [{"role": "user", "content": "hi"}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": ["é"]}'}}
     said = {"role": "assistant", "content": None, sent: "Hm.", "tool_calls": [call]}
@@ -232,21 +231,21 @@ def test_a_turn_goes_on_from_the_thoughts_and_calls_before(
     assert rendered(tokenizer, [*asked, said, result], tools=(TOOL,)).startswith(rendered(tokenizer, asked) + answer)
 
 
-def test_thoughts_and_text_beside_calls_are_joined_where_a_template_takes_one_of_them(tokenizer_of: Any) -> None:
+def test_thoughts_and_text_beside_calls_are_joined_where_a_template_takes_one_of_them() -> None:
     strict = "{% for m in messages %}{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
     strict += "{{ m.thinking }}{{ m.content }};{% endfor %}{{ tools }}"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}
-    assert rendered(tokenizer_of(strict), [said]).startswith("Hm.\n\nI look.;")
+    assert rendered(byte_tokenizer(strict), [said]).startswith("Hm.\n\nI look.;")
 
 
-def test_chats_and_prompts_have_a_largest_size(tokenizer_of: Any) -> None:
+def test_chats_and_prompts_have_a_largest_size() -> None:
     said = [{"role": "user", "content": "x" * 1000}]
-    assert len(rendered(tokenizer_of("{{ messages[0].content * 10000 }}"), said)) == 10_000_000
+    assert len(rendered(byte_tokenizer("{{ messages[0].content * 10000 }}"), said)) == 10_000_000
     with pytest.raises(InvalidRequestError, match="the prompt is longer than 10,000,000 characters"):
-        rendered(tokenizer_of("{{ messages[0].content * 10000 }}x"), said)
+        rendered(byte_tokenizer("{{ messages[0].content * 10000 }}x"), said)
     with pytest.raises(InvalidRequestError, match="messages holds more than 10,000 messages"):
-        rendered(tokenizer_of("{{ messages|length }}"), [{"role": "user", "content": ""}] * 10_001)
+        rendered(byte_tokenizer("{{ messages|length }}"), [{"role": "user", "content": ""}] * 10_001)
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]

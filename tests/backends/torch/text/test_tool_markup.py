@@ -136,7 +136,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Calls], str]]] = {  # what a template ha
     ),
     "mistral list": (
         "[TOOL_CALLS]",
-        lambda calls: f'[TOOL_CALLS] [{each(calls, '{{"name": "{}", "arguments": {}}}', between=", ")}]',
+        lambda calls: "[TOOL_CALLS] [" + each(calls, '{{"name": "{}", "arguments": {}}}', between=", ") + "]",
     ),
 }  # fmt: skip
 MARKS = (

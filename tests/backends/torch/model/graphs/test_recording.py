@@ -18,6 +18,7 @@ from agentspec.backends.torch.loader import prepare
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.recording import Graphs, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
+from tests.backends.torch.conftest import laboratory, tiny
 
 SIZES = (1, 2, 5, 12, 30)
 TOLERANCE = 2e-4
@@ -75,9 +76,9 @@ class TapeRecorder:
 @pytest.fixture(
     scope="module", params=[name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in GROUPED]
 )
-def recorded(request: pytest.FixtureRequest, lab_of: Any) -> tuple[TargetModel, TargetModel]:
+def recorded(request: pytest.FixtureRequest) -> tuple[TargetModel, TargetModel]:
     """A family's model as it is launched, and a twin that replays what was recorded."""
-    target = lab_of(request.param).target
+    target = laboratory(request.param).target
     twin = TargetModel(target.module)
     assert record_graphs(twin, TapeRecorder(), SIZES)
     return target, twin
@@ -169,9 +170,9 @@ def test_a_broken_guard_is_caught(recorded: tuple[TargetModel, TargetModel], nam
 @pytest.mark.parametrize("mistake", [None, "tokens as they were recorded", "committed slots left out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_drops_no_recording_and_a_mistake_does(
-    tiny_model: Any, byte_tokens: Any, mutate: Any, dtype: torch.dtype, mistake: str | None
+    byte_tokens: Any, mutate: Any, dtype: torch.dtype, mistake: str | None
 ) -> None:
-    target = prepare(tiny_model("llama").to(dtype), byte_tokens, name="m", fingerprint="f").target
+    target = prepare(tiny("llama").to(dtype), byte_tokens, name="m", fingerprint="f").target
     if mistake is not None:
         mutate(*MUTATIONS[mistake])
     assert record_graphs(target, TapeRecorder(), SIZES) is (mistake is None)
@@ -197,10 +198,10 @@ def recording(_: Any = None) -> bool:
     ("odd", "says"), [(lambda x: 0.0 * float(x.sum()), "cannot be recorded"), (recording, "is off by")]
 )
 def test_a_model_that_cannot_be_recorded_is_launched(
-    tiny_model: Any, byte_tokens: Any, odd: Any, says: str, caplog: pytest.LogCaptureFixture
+    byte_tokens: Any, odd: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It reads values from the device, or its result depends on what Python knew when it was recorded."""
-    target = prepare(tiny_model("llama"), byte_tokens, name="odd", fingerprint="odd").target
+    target = prepare(tiny("llama"), byte_tokens, name="odd", fingerprint="odd").target
     target.module.set_output_embeddings(Odd(target.module.get_output_embeddings(), odd))
     with caplog.at_level(logging.WARNING):
         assert not record_graphs(target, TapeRecorder(), SIZES)
@@ -217,8 +218,8 @@ class Breaks(TapeRecorder):
         return super().graph()
 
 
-def test_what_is_not_recorded_leaves_nothing_behind(tiny_model: Any, byte_tokens: Any) -> None:
-    target = prepare(tiny_model("gpt2"), byte_tokens, name="tiny", fingerprint="f").target
+def test_what_is_not_recorded_leaves_nothing_behind(byte_tokens: Any) -> None:
+    target = prepare(tiny("gpt2"), byte_tokens, name="tiny", fingerprint="f").target
     assert not record_graphs(target) and target.graphs is None, "it is on no CUDA device"
     assert not record_graphs(target, Breaks(), SIZES) and target.graphs is None and not recording()
     target.context_length = 12  # a token comes before those of the forward that is compared
@@ -226,15 +227,15 @@ def test_what_is_not_recorded_leaves_nothing_behind(tiny_model: Any, byte_tokens
     assert target.graphs.sizes == (1, 2, 5)
     target.context_length = 1
     assert not record_graphs(target, TapeRecorder(), SIZES)
-    alone = prepare(tiny_model("gemma2"), byte_tokens, name="tiny", fingerprint="f").target
+    alone = prepare(tiny("gemma2"), byte_tokens, name="tiny", fingerprint="f").target
     assert not record_graphs(alone, TapeRecorder(), SIZES)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: recording real CUDA graphs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_graphs_compute_the_same(tiny_model: Any, byte_tokens: Any, dtype: torch.dtype) -> None:
-    module = tiny_model("llama").to("cuda", dtype)
+def test_cuda_graphs_compute_the_same(byte_tokens: Any, dtype: torch.dtype) -> None:
+    module = tiny("llama").to("cuda", dtype)
     target = prepare(module, byte_tokens, name="tiny", fingerprint="f").target
     assert record_graphs(target) and isinstance(target.graphs, Graphs)
     for size in (1, 3, 40, 128):
