@@ -23,7 +23,7 @@ def check(curve: CostCurve) -> None:
 @example([(4, 1.0), (14, 1.0)], [(18, 8.0), (4, 4.0), (15, 8.0), (15, 1.0)])  # the mean that a line explained falls
 @example([(18, 1.0)], [(4, 2.0), (22, 4.0), (27, 2.0), (4, 4.0), (23, 4.0)])  # the line was only assumed
 @given(st.lists(forwards, min_size=1, max_size=4), st.lists(forwards, max_size=80))
-def test_whatever_is_measured_the_curve_is_one(
+def test_any_measurements_give_a_rising_positive_curve(
     calibrated: list[tuple[int, float]], seen: list[tuple[int, float]]
 ) -> None:
     curve = CostCurve(calibrated)

@@ -87,7 +87,7 @@ def test_trees_of_a_batch_are_cut_to_the_best_goodput_of_all(
         assert reached >= goodput([data.draw(st.integers(0, len(c))) for c, _ in batch]) * (1 - 1e-9)
 
 
-def test_what_a_target_needs_comes_first_and_goodput_decides_the_rest() -> None:
+def test_nodes_for_targets_come_first_and_goodput_decides_the_rest() -> None:
     """The figures of AdaServe's worked example, with the root counted as the first token."""
     worths = [np.array([0.7, 0.42, 0.21, 0.2]), np.array([0.5, 0.4, 0.35, 0.294])]
     dear = np.cumsum([1.0, *[0.6] * 8])  # a node must be worth more than 0.6 of a step to one request, 1.2 to two
@@ -161,7 +161,7 @@ def test_acceptance_is_calibrated_for_each_workflow_step() -> None:
 
 
 @pytest.mark.parametrize("step", [None, "flow/shared"])
-def test_what_one_tenant_has_accepted_changes_nothing_for_another(step: str | None) -> None:
+def test_acceptance_of_one_tenant_changes_nothing_for_another(step: str | None) -> None:
     """Not even under the same name of a step."""
     governor, fresh = Governor(), Governor()
     busy = governor.request_stats(step, "a")
@@ -190,7 +190,7 @@ def learned(curve: list[float], rng: random.Random, *, rounds: int = 300, noise:
     return model
 
 
-def test_a_machine_whose_shape_changes_is_followed() -> None:
+def test_a_changed_cost_of_forwards_is_followed() -> None:
     """One that was flat becomes one whose tokens cost 10 % each, and back."""
     rng, flat, steep = random.Random(1), [0.02] * 64, [0.02 * (1 + 0.1 * n) for n in range(64)]
     model = learned(flat, rng)
@@ -212,7 +212,7 @@ def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[floa
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
-def test_acceptance_is_calibrated_by_what_happens(truth: float) -> None:
+def test_acceptance_is_calibrated_by_outcomes(truth: float) -> None:
     rng, calibration = random.Random(1), Calibration()
     for _ in range(400):
         calibration.observe([0.6], [1], [rng.random() < truth])
@@ -289,7 +289,7 @@ def test_a_drafter_that_was_wrong_is_tried_again_when_it_is_right() -> None:
 @given(
     st.floats(1e-3, 10.0), st.floats(0.0, 1e6), st.lists(st.tuples(st.floats(1e-3, 5.0), st.integers(1, 9)), max_size=9)
 )
-def test_who_adds_what_is_required_is_on_time_after_each_step(
+def test_adding_the_required_tokens_meets_the_goal_after_each_step(
     pace: float, start: float, steps: list[tuple[float, int]]
 ) -> None:
     goal, now, tokens = LatencyGoal(pace), start, 1

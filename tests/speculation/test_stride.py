@@ -39,7 +39,7 @@ def test_wrong_guesses_end_the_guessing_and_right_ones_bring_it_back() -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.9, 6.0])
-def test_what_brings_next_to_nothing_is_tried_ever_less_often(seconds: float) -> None:
+def test_speculation_that_gains_nothing_is_tried_ever_less_often(seconds: float) -> None:
     """Rounds that take about as long as sequential retrieval's would have, or longer: whatever the formulas promise."""
     made = governor(1.0, 4.0)
     tried = 0

@@ -100,7 +100,7 @@ async def test_of_a_prediction_no_more_is_read_than_the_answer_may_have(backend_
         ),
     ],
 )
-async def test_what_cannot_be_generated_is_refused_by_name(
+async def test_a_refusal_names_the_wrong_parameter(
     backend_of: Any, fields: dict[str, Any], error: type[AgentSpecError], param: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -131,7 +131,7 @@ async def test_a_form_that_fails_on_the_way_ends_its_answer_alone(
     assert re.fullmatch("[a-z]{12}", (await answer(backend, ask(formed)))[1])
 
 
-async def test_a_large_grammar_waits_beside_other_requests(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_grammar_delays_no_other_request(backend_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, tried, go_on = backend_of(), threading.Event(), threading.Event()
 
     def slow(trial: GrammarTrial, setup: Any, source: str) -> None:
@@ -169,7 +169,7 @@ async def test_long_prompts_of_one_tenant_hold_up_no_other(backend_of: Any, monk
     assert {type(one) for one in await asyncio.gather(*hogs, return_exceptions=True)} == {ContextLengthError}
 
 
-async def test_closing_fails_what_runs(lab: Any) -> None:
+async def test_closing_fails_running_answers(lab: Any) -> None:
     backend = TorchBackend(lab.loaded, TorchSettings())
     stream = backend.generate(ask(SamplingParams(temperature=0, max_tokens=480, logit_bias={256: -100.0})))
     await anext(stream)
@@ -181,7 +181,7 @@ async def test_closing_fails_what_runs(lab: Any) -> None:
     await backend.aclose()
 
 
-async def test_what_a_pattern_refuses_is_answered_and_not_shared(backend_of: Any) -> None:
+async def test_an_answer_that_a_pattern_refuses_is_sent_and_not_shared(backend_of: Any) -> None:
     _, text, _ = await answer(backend_of(), ask())
     assert text.strip()
     for pattern, shared in ((re.escape(text.strip()), 0), (r"this is never said \d+", 1)):

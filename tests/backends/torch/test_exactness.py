@@ -164,7 +164,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
     )
 
 
-def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any) -> None:
+def test_the_answer_ends_at_max_tokens_at_any_position_of_a_draft(lab: Any) -> None:
     sampling = SAMPLINGS["plain"]
     free = lab.oracle(PROMPT, sampling, max_tokens=30)
     scripts = [(length, script) for length in range(1, 14) for script in drafters(free).values()]
@@ -174,7 +174,7 @@ def test_the_answer_ends_at_max_tokens_wherever_it_falls_in_a_draft(lab: Any) ->
         assert outcome.usage.completion_tokens == length
 
 
-def test_the_answer_ends_at_a_stop_id_wherever_it_falls_in_a_draft(lab: Any) -> None:
+def test_the_answer_ends_at_a_stop_id_at_any_position_of_a_draft(lab: Any) -> None:
     sampling = SAMPLINGS["plain"]
     free = lab.oracle(PROMPT, sampling, max_tokens=14, stop_ids=())
     for end in range(14):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from agentspec.backends.settings import TorchSettings
@@ -28,14 +27,6 @@ def test_a_model_that_differs_from_itself_is_refused(byte_tokens: Any) -> None:
     module.forward = drifting
     with pytest.raises(ModelUnavailableError, match="LlamaForCausalLM"):
         prepare(module, byte_tokens, name="drifting", fingerprint="f")
-
-
-def test_low_precision_has_its_head_in_float32(byte_tokens: Any) -> None:
-    loaded = prepare(tiny("llama").to(torch.bfloat16), byte_tokens, name="m", fingerprint="f")
-    logits = loaded.target.forward(loaded.target.new_cache(1), [1, 2, 3])
-    assert loaded.target.dtype == torch.bfloat16
-    assert logits.dtype == torch.float32
-    assert not torch.equal(logits, logits.to(torch.bfloat16).float())
 
 
 def test_the_namespace_tells_models_tokenizers_and_templates_apart() -> None:

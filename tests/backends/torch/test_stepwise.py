@@ -67,7 +67,7 @@ async def test_steps_make_the_answer_that_the_engine_makes(backend: TorchBackend
     assert delta.usage is not None and delta.usage.completion_tokens == len(tokens)
 
 
-async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) -> None:
+async def test_steps_after_a_rewind_are_equal_to_the_bit(backend: TorchBackend) -> None:
     session = await backend.open_steps(asked(temperature=1.0, seed=2, max_tokens=40))
     begun = await session.run(lambda steps: len(steps.tokens))
     first = [await session.run(drawn) for _ in range(10)]
@@ -86,7 +86,7 @@ async def test_what_is_rewound_comes_again_bit_for_bit(backend: TorchBackend) ->
         assert one.logits.tobytes() == other.logits.tobytes() and one.hidden.tobytes() == other.hidden.tobytes()
 
 
-async def test_stop_strings_and_ends_cut_what_is_told(backend: TorchBackend) -> None:
+async def test_stop_strings_cut_the_text_of_steps(backend: TorchBackend) -> None:
     session = await backend.open_steps(asked(stop=("lo",)))
     delta = session.tell(backend.encode("Hello world"))
     assert (delta.text, delta.finish_reason) == ("Hel", "stop")
@@ -99,7 +99,7 @@ async def test_only_one_plain_answer_is_made_by_steps(backend: TorchBackend, sam
         await backend.open_steps(asked(**sampling))
 
 
-async def test_closing_fails_what_waits(backend: TorchBackend) -> None:
+async def test_closing_fails_waiting_steps(backend: TorchBackend) -> None:
     session = await backend.open_steps(asked())
     await session.run(drawn)
     tasks = [asyncio.create_task(session.run(drawn)) for _ in range(50)]

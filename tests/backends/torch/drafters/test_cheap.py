@@ -104,7 +104,7 @@ def grammars(byte_tokens: Any) -> GrammarCompiler:
     return GrammarCompiler(byte_tokens, 259, [256])
 
 
-def test_drafts_are_cut_and_what_is_forced_is_added(grammars: GrammarCompiler, byte_tokens: Any) -> None:
+def test_forbidden_nodes_are_cut_and_forced_tokens_added(grammars: GrammarCompiler, byte_tokens: Any) -> None:
     state = grammars.compile('start: ("x" | "yes") "!"', param="p").start()
     x, y, e, s, bang = byte_tokens.encode("xyes!")
     draft = make_draft([x, y, bang, s], [-1, -1, 0, 1], [0.5, 0.5, 0.4, 0.4], [1] * 4, [Source.SHARED] * 4)

@@ -58,7 +58,7 @@ def bridge(text: str, **options: Any) -> CrossTokenizerDrafter:
     return CrossTokenizerDrafter(Knowing(text, **options), OWN, OTHER)  # type: ignore[arg-type]
 
 
-def test_what_is_drafted_is_what_the_target_would_write() -> None:
+def test_drafted_tokens_are_those_of_the_targets_own_encoding() -> None:
     """At every token of the text: the draft is a piece of the target's own encoding, wherever both tokens end."""
     whole, drafted = OWN.encode(TEXT), 0
     drafter = bridge(TEXT)
@@ -86,7 +86,7 @@ def test_any_ids_on_either_side_are_survived(context: list[int], drafted: list[i
         assert all(a >= b for a, b in zip(draft.probabilities, draft.probabilities[1:], strict=False))
 
 
-def test_half_a_character_is_waited_for() -> None:
+def test_an_incomplete_character_gives_no_draft() -> None:
     smile = OWN.encode("🙂")
     assert len(smile) > 1
     drafter = bridge("🙂 area")
@@ -100,7 +100,7 @@ def random_text(rng: random.Random, count: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_transcript_says_the_same_text(seed: int) -> None:
+def test_a_translation_decodes_to_the_same_text(seed: int) -> None:
     """Translated piece by piece, as the context grows, the other ids still decode to the whole text."""
     rng = random.Random(seed)
     text = random_text(rng, 3 * OPEN)

@@ -48,7 +48,7 @@ def never(seconds: float, context: int) -> float:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=3)])
-def test_it_drafts_what_the_model_alone_would_say(lab: Any, sampling: SamplingParams) -> None:
+def test_it_drafts_the_models_own_continuation(lab: Any, sampling: SamplingParams) -> None:
     drafter = ModelDrafter(lab.target, SharedNoiseSampler(sampling, 3), never)
     draft = drafter.propose(PROMPT, 12)
     assert draft is not None and 2 <= len(draft) <= 12 and set(draft.source.tolist()) == {Source.MODEL}
@@ -56,7 +56,7 @@ def test_it_drafts_what_the_model_alone_would_say(lab: Any, sampling: SamplingPa
     assert draft.parents.tolist() == list(range(-1, len(draft) - 1)) and (np.diff(draft.probabilities) <= 0).all()
 
 
-def test_rows_are_rewound_to_what_was_committed(lab: Any) -> None:
+def test_slots_are_rewound_to_the_committed_tokens(lab: Any) -> None:
     """After drafts accepted whole, in part and not at all, the next draft is that of a drafter that starts afresh."""
     drafter, text = ModelDrafter(lab.target, GREEDY, never), list(PROMPT)
     for accepted in (0, 1, 3, 100, 2, 0):

@@ -96,7 +96,7 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(family: Any, count: int) -> 
 
 
 @given(data=st.data())
-def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(lab: Any, data: st.DataObject) -> None:
+def test_answers_are_unchanged_when_others_join_leave_or_lose_slots(lab: Any, data: st.DataObject) -> None:
     """Before any step some answers rest, some are cancelled, and some give up all or some of their rows."""
     asks, wants = asks_of(lab, data.draw(st.integers(2, 6)))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -120,7 +120,7 @@ def test_whoever_joins_leaves_or_loses_rows_changes_nobodys_answer(lab: Any, dat
         lab.require_same(ask.prompt, ask.sampling, outcome.tokens, want if whole else want[: len(outcome.tokens)])
 
 
-def test_a_long_prompt_is_read_beside_running_answers(lab: Any) -> None:
+def test_a_long_prompt_is_read_in_chunks_while_answers_run(lab: Any) -> None:
     """A slow machine: prompts are read in the smallest chunks, and the answer that runs gains a token in every step."""
     governor = Governor()
     governor.cost.calibrate([(1, 0, 0.01), (48, 0, 0.48)])

@@ -16,7 +16,7 @@ def request_of() -> EngineRequest:
 REQUESTS = [request_of() for _ in range(3)]
 
 
-def test_a_joined_delta_is_what_its_parts_are() -> None:
+def test_a_joined_delta_equals_its_parts() -> None:
     entry = [TokenLogprob(n, str(n), -1.0) for n in range(3)]
     prompt = Prompt("p", (1,))
     parts = [

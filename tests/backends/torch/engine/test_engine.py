@@ -71,13 +71,13 @@ async def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any,
 
 
 @pytest.mark.parametrize(("settings", "fields"), [({}, {"store": False}), ({"keeps_prefixes": False}, {})])
-async def test_what_is_not_to_be_stored_leaves_no_slots(backend_of: Any, settings: Any, fields: Any) -> None:
+async def test_a_request_without_store_leaves_no_slots(backend_of: Any, settings: Any, fields: Any) -> None:
     backend = backend_of(**settings)
     for _ in range(2):
         assert (await answer(backend, ask(PROMPT, **fields)))[1].usage.cached_tokens == 0
 
 
-async def test_cancelling_frees_a_waiting_and_an_active_place(lab: Any, backend_of: Any) -> None:
+async def test_cancelling_frees_a_waiting_and_an_active_slot(lab: Any, backend_of: Any) -> None:
     backend = backend_of(max_active=1)
     active = backend.generate(ask([5] * 150, 300))
     await anext(active)
@@ -113,7 +113,7 @@ async def test_answers_wait_for_their_memory_and_are_whole(lab: Any, shapes: lis
     await backend.aclose()
 
 
-async def test_a_request_that_can_never_fit_is_refused_with_what_to_change(backend_of: Any) -> None:
+async def test_a_request_that_can_never_fit_is_refused_and_the_setting_named(backend_of: Any) -> None:
     backend = backend_of(kv_bytes=SLOT_BYTES * 200)
     with pytest.raises(ContextLengthError, match="ask for fewer tokens or raise kv_bytes") as caught:
         await answer(backend, ask(PROMPT, 117))
@@ -138,7 +138,7 @@ async def test_the_slots_of_a_draft_model_are_counted(lab: Any, backend_of: Any)
         await answer(backend, ask([1] * 51, 136))
 
 
-async def test_steps_and_hidden_states_are_lent_their_slots(backend_of: Any) -> None:
+async def test_steps_and_hidden_states_reserve_slots(backend_of: Any) -> None:
     backend = backend_of(kv_bytes=SLOT_BYTES * 400)
     session = await backend.open_steps(ask(PROMPT, 200))
     await session.run(lambda steps: steps.advance().logits.shape)

@@ -97,7 +97,7 @@ ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), 
 @pytest.mark.anyio
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
+async def test_an_error_in_any_call_fails_requests_but_never_the_engine(
     lab: Any, faults: Faults, error: Exception, every: int
 ) -> None:
     want = partial(lab.oracle, sampling=GREEDY, stop_ids=())
@@ -126,7 +126,7 @@ async def test_an_error_at_any_place_fails_requests_but_never_the_engine(
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("device-side assert"), RuntimeError("CUDA error: an illegal memory access")]
 )
-async def test_an_error_of_the_device_at_any_place_ends_the_engine_and_leaves_no_client_waiting(
+async def test_a_device_error_in_any_call_ends_the_engine_and_every_answer(
     lab: Any, faults: Faults, error: Exception, every: int
 ) -> None:
     at = 1

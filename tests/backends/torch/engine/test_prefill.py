@@ -44,7 +44,7 @@ def result_of(id: str, content: str) -> dict[str, Any]:
 
 
 @given(st.lists(results, min_size=1, max_size=3), st.integers(0, 2))
-def test_it_begins_the_prompt_that_comes_whatever_the_tools_return(texts: list[str], done: int) -> None:
+def test_the_known_prompt_begins_the_next_for_any_tool_results(texts: list[str], done: int) -> None:
     tokenizer = TokenizerAdapter(byte_tokenizer(FRAMED))
     ids = [f"call-{n}" for n in range(len(texts))]
     asked = [{"role": "user", "content": "hi"}, calling(*ids)]
@@ -126,7 +126,7 @@ async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> Non
     assert tokens == without == strangers[0]
 
 
-async def test_what_was_read_is_forgotten_with_what_it_derives_from(backend_of: Any) -> None:
+async def test_prompts_read_ahead_are_forgotten_with_their_tenant(backend_of: Any) -> None:
     with SuffixCache.open() as cache:
         backend = backend_of(cache)
         message = await turn(backend, CALLING)
@@ -141,7 +141,7 @@ async def test_what_was_read_is_forgotten_with_what_it_derives_from(backend_of: 
     [({"keeps_prefixes": False}, {}), ({}, {"prefill_next": False}), ({}, {"store": False})],
     ids=["no slots", "request", "store"],
 )
-async def test_nothing_is_read_where_it_is_not_wanted(
+async def test_nothing_is_read_ahead_when_it_is_switched_off(
     backend_of: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, fields: Any
 ) -> None:
     monkeypatch.setattr(prefill, "WAITS", (0.0,) * 9)

@@ -50,7 +50,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert store.find("t", two, 10) is None
 
 
-def test_a_common_beginning_is_kept_once() -> None:
+def test_a_common_prefix_is_stored_once() -> None:
     """Ten conversations over one system prompt: its slots are there once, and each is found whole."""
     system = [5] * 100
     store = PrefixCache()
@@ -65,7 +65,7 @@ def test_a_common_beginning_is_kept_once() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=12), TEXT, st.integers(0, 800))
-def test_whatever_is_found_under_pressure_is_right(
+def test_found_slots_are_right_under_memory_pressure(
     kept: list[tuple[str, list[int]]], wanted: list[int], left: int
 ) -> None:
     store = PrefixCache()
@@ -80,7 +80,7 @@ def test_whatever_is_found_under_pressure_is_right(
         assert all(node.rows.nbytes == len(node.tokens) * BYTES for node in nodes)
 
 
-def test_what_is_handed_out_can_be_written_to() -> None:
+def test_writing_to_found_slots_leaves_the_stored_ones() -> None:
     store = PrefixCache()
     tokens = list(range(10))
     store.keep("t", tokens, slots_of(tokens))
@@ -98,7 +98,7 @@ def reach(**conditions: Any) -> Reach:
 
 
 @given(st.lists(TEXTS, max_size=10), TEXTS, st.sampled_from(["s", "t", None]))
-def test_the_longest_prefix_of_the_tenant_is_found_without_what_was_deleted(
+def test_the_longest_prefix_of_the_tenant_is_found_without_deleted_text(
     stored: list[Any], wanted: Any, deleted: str | None
 ) -> None:
     """Of one tenant all is deleted, or one session, with all text that goes on behind it."""
@@ -123,7 +123,7 @@ def test_the_longest_prefix_of_the_tenant_is_found_without_what_was_deleted(
     assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
 
 
-def test_what_is_older_goes_and_what_was_guessed() -> None:
+def test_a_deletion_by_age_also_drops_guesses() -> None:
     store, texts = PrefixCache(), [[value] * 20 for value in range(3)]
     for text in texts:
         store.keep("a", text, slots_of(text), guessed=text[0] == 2)
@@ -135,7 +135,7 @@ def test_what_is_older_goes_and_what_was_guessed() -> None:
     assert store.find("a", texts[1], 20) is not None
 
 
-def test_a_deletion_that_comes_while_slots_are_kept_leaves_none_that_are_not_found() -> None:
+def test_a_deletion_while_slots_are_stored_leaves_no_lost_slots() -> None:
     class Slots(SequenceCache):
         @property
         def slot_bytes(self) -> int:

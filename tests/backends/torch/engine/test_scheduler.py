@@ -19,7 +19,7 @@ from agentspec.backends.torch.engine.prefill import MOST_EXPECTED, Guesses
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
 from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
-from agentspec.errors import ConfigurationError, ContextLengthError, OverloadedError
+from agentspec.errors import ConfigurationError
 from agentspec.speculation.governor import CHUNKS
 from agentspec.types import GenerateRequest, SamplingParams
 from tests.backends.torch.conftest import ScriptedSession
@@ -55,18 +55,6 @@ def opened(lab: Any) -> Callable[[EngineRequest], EngineSequence]:
     return open_sequence
 
 
-def test_a_prompt_is_read_in_chunks_behind_the_sequences_that_draw(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of()
-    scheduler.add(request_of(PROMPT * 20))
-    (alone,) = scheduler.schedule(opened)
-    assert (alone.num_tokens, alone.draws) == (CHUNKS[0], False)
-    scheduler.add(request_of([1]))
-    first, second = scheduler.schedule(opened)
-    assert (first.num_tokens, first.draws) == (1, True)
-    assert second.num_tokens in CHUNKS and not second.draws
-    assert second.batch_item.tokens == second.sequence.tokens[: second.num_tokens]
-
-
 shapes = st.tuples(st.integers(0, 3), st.integers(1, 90), st.booleans())
 
 
@@ -90,19 +78,6 @@ def test_requests_begin_in_their_order_within_memory_and_all_of_them(
         assert scheduler.kv_slots <= slots and 0 < len(scheduler.active) <= most
         scheduler.remove(scheduler.active[len(begun) % len(scheduler.active)], clean=True)
     assert scheduler.idle and begun == sorted(left, key=lambda one: one.original.priority)
-
-
-def test_a_request_that_needs_lent_slots_is_no_work_until_they_are_back(scheduler_of: Any, opened: Any) -> None:
-    scheduler = scheduler_of(kv_bytes=SLOT_BYTES * 250)
-    give_back = scheduler.kv_budget.lend(200, [])
-    for slots, error in ((51, OverloadedError), (251, ContextLengthError)):
-        with pytest.raises(error):
-            scheduler.kv_budget.lend(slots, [])
-    scheduler.add(request_of())
-    assert not scheduler.has_work and not scheduler.schedule(opened) and not scheduler.idle
-    give_back()
-    give_back()
-    assert scheduler.has_work and scheduler.schedule(opened) and scheduler.kv_budget.lent == 0
 
 
 def guess_of(tokens: list[int], tenant: str = "a") -> EngineRequest:

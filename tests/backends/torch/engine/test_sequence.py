@@ -28,7 +28,7 @@ def knowing(whole: list[int], size: int = 5) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_stop_strings_end_the_answer_wherever_they_fall_in_a_draft(lab: Any, size: int) -> None:
+def test_stop_strings_end_the_answer_at_any_position_of_a_draft(lab: Any, size: int) -> None:
     letters = {lab.tokenizer.encode(chr(code))[0] for code in range(32, 127)}
     ascii_only = {token: -100.0 for token in range(259) if token not in letters}
     params: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": ascii_only}
@@ -75,7 +75,7 @@ def test_prediction_counts_are_those_of_the_text_and_not_of_the_schedule(lab: An
     assert (outcome.rounds < len(tokens)) == (max_draft > 0)
 
 
-def test_an_answer_without_a_seed_can_be_had_again(lab: Any) -> None:
+def test_an_answer_without_a_seed_is_reproduced_by_its_drawn_seed(lab: Any) -> None:
     free = lab.run(PROMPT, SamplingParams(temperature=1.5))
     again = SamplingParams(temperature=1.5, seed=free.sequence.seed)
     assert lab.run(PROMPT, again).tokens == free.tokens == lab.oracle(PROMPT, again)

@@ -55,7 +55,7 @@ def chain(count: int, kind: str = "r") -> str:
 LARGE = chain(1500)  # is tried out first
 
 
-def test_the_mask_is_what_a_regular_expression_says(shared: GrammarCompiler, byte_tokens: Any) -> None:
+def test_the_mask_allows_the_matches_of_a_regular_expression(shared: GrammarCompiler, byte_tokens: Any) -> None:
     constraint, written = shared.compile("start: /[ab]{1,2}c?/", param="p").start(), ""
     for character in "abc":
         mask = constraint.mask()
@@ -87,7 +87,9 @@ def admitted_one_by_one(grammar: CompiledGrammar, tokens: list[int], parents: li
 
 
 @given(data=st.data())
-def test_a_tree_is_cut_to_what_each_path_alone_is_allowed(shared: GrammarCompiler, byte_tokens: Any, data: Any) -> None:
+def test_a_tree_is_cut_to_the_paths_that_are_allowed_alone(
+    shared: GrammarCompiler, byte_tokens: Any, data: Any
+) -> None:
     grammar = shared.compile('start: /a*/ ("b" /[ab]/)* "c"?', param="p")
     alphabet = [*ids(byte_tokens, "abcd"), END, -1, 10**6]
     tokens = data.draw(st.lists(st.sampled_from(alphabet), max_size=14))
@@ -147,7 +149,7 @@ def run_instead(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("kill -XCPU $$", InvalidRequestError, "more than 4 seconds"),
     ],
 )
-def test_what_the_end_of_a_trial_says(
+def test_the_exit_status_of_a_trial_gives_its_error(
     grammars: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: Any, says: str
 ) -> None:
     run_instead(program, tmp_path, monkeypatch)
@@ -159,7 +161,7 @@ def test_what_the_end_of_a_trial_says(
         grammars.compile(LARGE, param="p")
 
 
-def test_closing_does_not_wait_for_what_is_compiled(
+def test_closing_ends_a_running_compilation(
     grammars: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_instead(f"touch {tmp_path}/started; exec sleep 600", tmp_path, monkeypatch)
@@ -213,9 +215,7 @@ def test_an_answer_that_breaks_the_lexer_ends_alone(grammars: GrammarCompiler, b
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_an_answer_whose_masks_take_long_ends(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, slow: bool
-) -> None:
+def test_slow_masks_end_the_answer(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
     """Small forms are not tried out before."""
     state, clock, masks = grammars.compile("start: /x*/", param="p").start(), itertools.count(), 0
     seconds = 0.05 if slow else 0.0125
@@ -253,7 +253,7 @@ def test_an_answer_is_followed_on_a_small_stack(grammars: GrammarCompiler) -> No
     assert state.forced()
 
 
-def test_what_is_compiled_is_stored_for_one_tenant_bounded_and_sound(grammars: GrammarCompiler) -> None:
+def test_compiled_grammars_are_stored_per_tenant_and_bounded(grammars: GrammarCompiler) -> None:
     first = grammars.compile('start: "a"', param="p", tenant="one")
     assert grammars.compile('start: "a"', param="p", tenant="one") is first
     assert grammars.known('start: "a"', param="p", tenant="two") is None

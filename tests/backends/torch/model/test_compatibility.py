@@ -55,7 +55,7 @@ def model_of(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED_STATES)
-def test_a_model_that_cannot_be_rewound_is_refused_with_what_to_use(byte_tokens: Any, name: str) -> None:
+def test_a_model_that_cannot_be_rewound_is_refused_and_an_alternative_named(byte_tokens: Any, name: str) -> None:
     """Recurrent state, hybrids, attention limits that the masks do not know, and tokens that see later ones."""
     with pytest.raises(ModelUnavailableError, match=r"cannot run 'own' .*rewound.*serve it by vLLM or SGLang"):
         prepare(model_of(REFUSED_STATES[name]()), byte_tokens, name="own", fingerprint="f")

@@ -138,7 +138,7 @@ def test_norms_in_plain_torch_are_those_of_the_models_own_code(kind: Any, dtype:
 
 @not_interpreted
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, without_device])])
-def test_norms_on_a_gpu_alone_are_replaced_and_put_back(device: str) -> None:
+def test_norms_are_replaced_on_a_gpu_only_and_restored(device: str) -> None:
     block = nn.Sequential(norm_of(LlamaRMSNorm, 4096, torch.bfloat16, device))
     original = block[0]
     assert replace_layers(block) is isinstance(block[0], FusedNorm) is (device == "cuda")

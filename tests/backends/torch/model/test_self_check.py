@@ -126,9 +126,7 @@ def test_a_fault_is_no_verdict_about_the_model_whenever_it_comes(
 
 
 @pytest.mark.parametrize(("native", "want"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_auto_takes_what_a_device_computes_natively(
-    monkeypatch: pytest.MonkeyPatch, native: bool, want: torch.dtype
-) -> None:
+def test_auto_chooses_a_native_number_format(monkeypatch: pytest.MonkeyPatch, native: bool, want: torch.dtype) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)  # no such device is here
     assert choose_dtype("auto", torch.device("cuda")) == want
     assert choose_dtype("auto", torch.device("mps")) == torch.bfloat16

@@ -16,8 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.torch.engine.speculator import accept_path
+from agentspec.backends.torch.drafters.base import make_draft
+from agentspec.backends.torch.engine.speculator import Proposal, accept_path, depth_first, subtree, usable
 from agentspec.backends.torch.sampling.acceptance import Substitutes, typical_bound
+from agentspec.speculation.governor import best_nodes
 from agentspec.types import LossyAcceptance, Source
 
 
@@ -29,7 +31,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8))
-def test_emits_exactly_the_targets_tokens_whatever_the_tree(
+def test_exactly_the_targets_tokens_are_emitted_for_any_tree(
     tree: tuple[list[int], list[int]], target: list[int]
 ) -> None:
     """The target's text is given; the walk follows the tree along it and stops one token behind."""
@@ -117,7 +119,7 @@ def test_only_typical_tokens_are_accepted(scores: list[float], tokens: list[int]
         assert float(law[tokens[node]]) == max(float(law[token]) for token in tokens)
 
 
-def test_the_targets_own_draw_comes_first_and_rows_follow_what_was_accepted() -> None:
+def test_the_targets_own_draw_comes_first_and_rows_follow_accepted_nodes() -> None:
     """The own draw 7 is no child of the root, so that the rule takes node 1; below it the own draw 9 is node 2."""
     asked: list[tuple[int, list[int]]] = []
 
@@ -131,3 +133,52 @@ def test_the_targets_own_draw_comes_first_and_rows_follow_what_was_accepted() ->
         [4, 5, 9, 8], [-1, -1, 1, 2], draws.__getitem__, lambda token, row: bool(emitted.append(token)), second
     )
     assert path == [1, 2] and emitted == [5, 9, 5] and asked == [(0, [0, 1]), (3, [3])]
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.floats(0, 1)), max_size=20), st.integers(0, 20), st.data())
+def test_usable_drafts_are_legal_closed_and_within_budget(
+    nodes: list[tuple[int, float]], budget: int, data: st.DataObject
+) -> None:
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
+    tokens = [token for token, _ in nodes]
+    draft = make_draft(tokens, parents, [p for _, p in nodes], [0] * len(nodes), [1] * len(nodes))
+    kept = usable(draft, 10, budget)
+    assert len(kept.tokens) <= budget
+    assert all(0 <= token < 10 for token in kept.tokens)
+    assert all(-1 <= parent < node for node, parent in enumerate(kept.parents))
+    legal = legal_paths(tokens, parents)
+    assert legal_paths(kept.tokens, kept.parents) <= legal
+    if budget >= len(nodes):
+        assert len(kept.tokens) == sum(node_is_legal(tokens, parents, node) for node in range(len(tokens)))
+
+
+def node_is_legal(tokens: Sequence[int], parents: Sequence[int], node: int) -> bool:
+    return node < 0 or (0 <= tokens[node] < 10 and node_is_legal(tokens, parents, parents[node]))
+
+
+def legal_paths(tokens: Sequence[int], parents: Sequence[int]) -> set[tuple[int, ...]]:
+    def path(node: int) -> tuple[int, ...]:
+        return () if node < 0 else (*path(parents[node]), tokens[node])
+
+    return {path(node) for node in range(len(tokens)) if node_is_legal(tokens, parents, node)}
+
+
+@given(st.data())
+def test_the_likeliest_path_comes_first(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    worth: list[float] = []
+    for parent in parents:
+        worth.append((worth[parent] if parent >= 0 else 1.0) * data.draw(st.sampled_from([0.9, 0.5, 0.1])))
+    whole = Proposal(range(count), parents, worth, [0] * count, worth)
+    kept = best_nodes(worth, data.draw(st.integers(0, count)))
+    order = depth_first(whole, kept)
+    assert sorted(order) == sorted(kept)
+    path, node = list[int](), -1
+    while children := [child for child in kept if parents[child] == node]:
+        node = max(children, key=lambda child: (worth[child], -child))
+        path.append(node)
+    assert order[: len(path)] == path
+    part = subtree(whole, order)
+    assert all(parent < node for node, parent in enumerate(part.parents))
+    assert [part.tokens[parent] if parent >= 0 else -1 for parent in part.parents] == [parents[n] for n in order]

@@ -16,7 +16,7 @@ def left(limits: Constraints, vocab: int = 259) -> set[int]:
     return set(torch.isfinite(limits.apply(torch.zeros(vocab))).nonzero()[:, 0].tolist())
 
 
-def test_ends_are_barred_until_enough_was_said() -> None:
+def test_end_tokens_are_barred_before_min_tokens() -> None:
     limits = Constraints(min_tokens=2, end_ids={1, 3, 99}, vocab_size=4)
     assert left(limits, 4) == {0, 2} and not limits.allow(3) and not limits.idle
     limits.observe(0)

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine.speculator import accept_path
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
-from agentspec.backends.torch.sampling.distribution import Penalties, gumbel_noise, gumbel_of, position_key
+from agentspec.backends.torch.sampling.distribution import (
+    Penalties,
+    apply_top_k_top_p,
+    gumbel_noise,
+    gumbel_of,
+    position_key,
+)
 from agentspec.backends.torch.sampling.sampler import Sampler, ancestor_tokens, fetch
 from agentspec.types import SamplingParams
 
@@ -81,7 +87,7 @@ def test_noise_is_finite_over_the_whole_range_of_the_hash_and_clamped_only_where
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_the_only_token_left_is_drawn_whatever_its_noise(ahead: bool) -> None:
+def test_the_only_allowed_token_is_drawn_with_any_noise(ahead: bool) -> None:
     """Its hash is one of those that round to 1: as -inf it would lose to token 0, which is forbidden."""
     only, position = 35955, 10
     assert gumbel_noise(position_key(718, 0, position), torch.tensor([only])).isfinite().all()
@@ -159,7 +165,7 @@ def trees(draw: st.DrawFn, vocab: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("vocab", [3, 7, 4096])
 @given(data=st.data())
-def test_drawing_ahead_draws_what_is_drawn_row_by_row(vocab: int, data: st.DataObject) -> None:
+def test_drawing_ahead_equals_drawing_row_by_row(vocab: int, data: st.DataObject) -> None:
     """Whatever node a walk comes to; scores are coarse, so that many are equal."""
     params, (tokens, parents) = data.draw(requests(vocab)), data.draw(trees(vocab))
     prompt, said = data.draw(st.lists(st.integers(0, vocab - 1), max_size=4)), data.draw(st.integers(0, 2))
@@ -180,7 +186,7 @@ def test_drawing_ahead_draws_what_is_drawn_row_by_row(vocab: int, data: st.DataO
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 2}, {"presence_penalty": 1.5}, {"temperature": 0}])
 @pytest.mark.parametrize("seed", range(20))
-def test_drawing_ahead_under_limits_draws_what_is_drawn_under_them_row_by_row(
+def test_drawing_ahead_under_constraints_equals_drawing_row_by_row(
     byte_tokens: Any, params: dict[str, Any], seed: int
 ) -> None:
     """A grammar, a bad word, an end that may not come yet; some of the tokens drawn freely are allowed, others not."""
@@ -224,3 +230,38 @@ def test_a_round_of_many_answers_waits_once_for_the_device(waits: Any) -> None:
         for subject in subjects:
             accept_path(tokens, parents, subject.choose, lambda token, row, s=subject: s.observe(token))
     assert seen == {"tolist": 1}
+
+
+def kept(scores: torch.Tensor, **params: Any) -> list[int]:
+    """The surviving ids of one row."""
+    patient, hasty = (
+        apply_top_k_top_p(scores[None], SamplingParams(**params), may_sync=patient) for patient in (True, False)
+    )
+    assert torch.equal(patient, hasty)
+    left = patient[0] > -torch.inf
+    assert torch.equal(patient[0][left], scores[left])
+    return left.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=40), st.data())
+def test_truncation_leaves_the_tokens_of_its_definition(scores: list[float], data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, 45))
+    top_p = data.draw(st.floats(0.05, 0.99))
+    values = torch.tensor(scores)
+    assert set(kept(values, top_k=top_k)) == {i for i, s in enumerate(scores) if sum(o > s for o in scores) < top_k}
+    left = kept(values, top_p=top_p)
+    assert values.softmax(0)[left].sum() >= top_p - 1e-5
+    lowest = values[left].min()
+    assert (values.softmax(0)[values > lowest]).sum() < top_p + 1e-5
+
+
+def test_a_nucleus_wider_than_the_first_sort_is_found() -> None:
+    assert 4480 <= len(kept(torch.linspace(0, 0.001, 5000), top_p=0.9)) <= 4520
+
+
+def test_top_p_counts_all_that_equal_the_last_of_top_k() -> None:
+    """0.4 is less than half of what survives top_k: 0.4 and three times 0.2."""
+    scores = torch.log(torch.tensor([0.2, 0.4, 0.2, 0.2]))
+    assert kept(scores, top_k=2) == [0, 1, 2, 3] == kept(scores, top_k=2, top_p=0.5)
+    assert kept(scores, top_k=2, top_p=0.35) == [1]

@@ -83,7 +83,7 @@ class Listening(Governor):
     ("path", "substituted", "exact"),
     [([0, 1], [1], [True, False, False]), ([0, 1, 2], [0], [False] * 3), ([0, 1, 2], [], [True] * 3)],
 )
-def test_the_governor_learns_what_exact_answers_would_accept(
+def test_the_governor_learns_from_exact_acceptance_only(
     path: list[int], substituted: list[int], exact: list[bool]
 ) -> None:
     governor, counters = Listening(), Counters()

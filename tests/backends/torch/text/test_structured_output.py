@@ -55,15 +55,6 @@ def called(name: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
 
 
-def test_a_plain_request_has_no_rules(forms: StructuredOutputBuilder) -> None:
-    form = forms.build(ask(), "x")
-    assert form.source is None and form.parser_spec.format is None and form.shown == frozenset()
-    assert forms.build(ask(tools=TOOLS), "x").source is None
-    assert forms.build(ask(tools=TOOLS), "x").parser_spec.format is not None
-    assert forms.build(ask(tools=TOOLS, tool_choice="none"), "x").parser_spec.format is None
-    assert [rules.choice for rules in form.constraints(3, None)] == [0, 1, 2]
-
-
 LITERALS = ('"', "\\", 'a"b\\n', "line\nline\r", "é😀", "<|end|>x")
 A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "string"}}}
 BOTH = '{"a": 1, "b": "x"}'

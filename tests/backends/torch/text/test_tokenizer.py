@@ -231,7 +231,7 @@ def test_a_turn_goes_on_from_the_thoughts_and_calls_before(name: str, sent: str,
     assert rendered(tokenizer, [*asked, said, result], tools=(TOOL,)).startswith(rendered(tokenizer, asked) + answer)
 
 
-def test_thoughts_and_text_beside_calls_are_joined_where_a_template_takes_one_of_them() -> None:
+def test_thoughts_and_text_with_calls_are_joined_for_a_template_that_takes_one_of_them() -> None:
     strict = "{% for m in messages %}{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
     strict += "{{ m.thinking }}{{ m.content }};{% endfor %}{{ tools }}"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -258,7 +258,7 @@ def text(default_model: Any) -> ModelText:
 
 
 @pytest.mark.model
-def test_a_call_is_what_the_engine_sees_and_makes(text: ModelText) -> None:
+def test_a_recorded_call_has_the_engines_tokens(text: ModelText) -> None:
     prompt, answer = text.encode(MESSAGES, ANSWER)
     assert prompt == text.tokenizer.encode(text.tokenizer.render(MESSAGES))
     assert answer[:-1] == text.tokenizer.encode("General Kenobi") and answer[-1] in text.end_ids

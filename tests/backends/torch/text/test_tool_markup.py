@@ -203,7 +203,7 @@ def cuts(answer: str) -> list[list[str]]:
 @given(calls=CALLS)
 @example(calls=[("write", {"text": "<tool_call>\n<b>a</b>\n", "count": 3})])
 @example(calls=[("run-it", {})])
-def test_calls_are_read_whatever_they_hold_and_however_they_are_cut(name: str, calls: Calls) -> None:
+def test_calls_with_any_arguments_are_read_at_every_cut(name: str, calls: Calls) -> None:
     template, write = WRITTEN[name]
     answer = write(calls)
     for pieces in cuts(answer):
@@ -253,7 +253,7 @@ def test_values_have_the_types_of_the_tools_schema() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in WRITTEN if name not in ("qwen without tags", "harmony, recipient first")]
 )
-def test_the_grammar_allows_what_is_read(byte_tokens: Any, name: str) -> None:
+def test_the_grammar_allows_the_calls_that_are_read(byte_tokens: Any, name: str) -> None:
     template, write = WRITTEN[name]
     schema = {"type": "object", "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
               "required": ["text"], "additionalProperties": False}  # fmt: skip

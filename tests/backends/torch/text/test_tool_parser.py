@@ -209,7 +209,9 @@ NAMED = '[TOOL_CALLS]f[ARGS]{"a": "x"}'
         (MISTRAL_NAMED, NAMED[:-1], "stop"),
     ],
 )
-def test_an_answer_whose_call_was_cut_does_not_end_with_calls(format: ToolFormat, text: str, finish: str) -> None:
+def test_an_answer_that_stops_inside_a_call_does_not_finish_with_tool_calls(
+    format: ToolFormat, text: str, finish: str
+) -> None:
     parser = OutputParserSpec(format=format, schemas={"f": {}}).parser()
     delta = parser.parse(Delta(text=text, finish_reason="stop"))
     assert delta.finish_reason == finish and delta.extra["tool_calls"]

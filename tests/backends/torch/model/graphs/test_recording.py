@@ -218,7 +218,7 @@ class Breaks(TapeRecorder):
         return super().graph()
 
 
-def test_what_is_not_recorded_leaves_nothing_behind(byte_tokens: Any) -> None:
+def test_a_recording_that_fails_leaves_the_model_as_it_was(byte_tokens: Any) -> None:
     target = prepare(tiny("gpt2"), byte_tokens, name="tiny", fingerprint="f").target
     assert not record_graphs(target) and target.graphs is None, "it is on no CUDA device"
     assert not record_graphs(target, Breaks(), SIZES) and target.graphs is None and not recording()
