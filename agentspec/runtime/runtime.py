@@ -277,9 +277,9 @@ def _build_backend(name: str, settings: BackendSettings, open_cache: Callable[[]
     require_known(settings.model)  # before torch is imported, which takes long
     try:
         if isinstance(settings, EncoderSettings):
-            from agentspec.backends.torch.embeddings import EncoderBackend
+            from agentspec.backends.torch.embeddings import SentenceEncoder
 
-            return EncoderBackend.load(settings)
+            return SentenceEncoder.load(settings.model, settings.device)
         from agentspec.backends.torch import TorchBackend
     except ModuleNotFoundError as error:
         if not extra_of(error.name, ["torch"]):

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel
 
 from agentspec.backends.base import EMBEDDINGS, Capabilities
-from agentspec.backends.settings import EncoderSettings
 from agentspec.backends.torch.engine.compute_thread import compute_thread
 from agentspec.backends.torch.engine.tasks import Tasks, on_own_thread
 from agentspec.backends.torch.loader import choose_device, choose_kernels, quiet
@@ -31,7 +30,9 @@ BATCH = 32
 
 
 class SentenceEncoder:
-    """An embedding model. It computes in the local engine's thread, batch by batch; any thread may call it."""
+    """An embedding model, also as a backend that stores nothing and answers nothing. It computes in the local engine's
+    thread, batch by batch; any thread may call it.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, fingerprint: str) -> None:
         self.max_tokens: int = min(MAX_TOKENS, model.config.max_position_embeddings)
@@ -75,9 +76,25 @@ class SentenceEncoder:
             advance(len(batch))
         return vectors
 
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(context_length=self.max_tokens, routes=(EMBEDDINGS,))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        raise InvalidRequestError("this model embeds texts and answers nothing", param="model")
+        yield Delta()
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """How many tokens each text has; those beyond `max_tokens` are not read."""
-        return [len(self._tokenizer(text, truncation=False)["input_ids"]) for text in texts]
+        read = await asyncio.to_thread(lambda: [self._tokenizer(text, truncation=False) for text in texts])
+        return [len(each["input_ids"]) for each in read]
+
+    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
+        vectors: Vectors = await asyncio.to_thread(self.encode_all, texts)
+        return [[float(number) for number in vector] for vector in vectors]
+
+    async def aclose(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Fail all waiting calls with `ShuttingDownError`. Idempotent."""
@@ -96,37 +113,3 @@ class SentenceEncoder:
         means = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         vectors: Vectors = torch.nn.functional.normalize(means, dim=1).float().cpu().numpy()
         return vectors
-
-
-class EncoderBackend:
-    """Turns texts into vectors of length 1, and stores nothing of them. It owns `encoder`."""
-
-    def __init__(self, encoder: SentenceEncoder) -> None:
-        self._encoder = encoder
-
-    @classmethod
-    def load(cls, settings: EncoderSettings) -> EncoderBackend:
-        return cls(SentenceEncoder.load(settings.model, settings.device))
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(context_length=self._encoder.max_tokens, routes=(EMBEDDINGS,))
-
-    @property
-    def dimensions(self) -> int:
-        return self._encoder.dimensions
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        raise InvalidRequestError("this model embeds texts and answers nothing", param="model")
-        yield Delta()
-
-    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens each text has; `embed` reads at most `capabilities.context_length` of them."""
-        return await asyncio.to_thread(self._encoder.count_tokens, texts)
-
-    async def embed(self, texts: Sequence[str], model: str, tenant: str = DEFAULT_TENANT) -> list[list[float]]:
-        vectors: Vectors = await asyncio.to_thread(self._encoder.encode_all, texts)
-        return [[float(number) for number in vector] for vector in vectors]
-
-    async def aclose(self) -> None:
-        await asyncio.to_thread(self._encoder.close)

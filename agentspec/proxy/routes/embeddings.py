@@ -23,7 +23,7 @@ from agentspec.proxy.routes.tokenization import check_characters
 from agentspec.types import Delta, Usage
 
 if TYPE_CHECKING:
-    from agentspec.backends.torch.embeddings import EncoderBackend
+    from agentspec.backends.torch.embeddings import SentenceEncoder
 
 
 def _texts(value: Any) -> Any:
@@ -79,12 +79,12 @@ class EmbeddingsEndpoint(GatewayEndpoint):
         await respond(answer, whole)
 
 
-def _embeds_here(backend: object) -> TypeGuard[EncoderBackend]:
+def _embeds_here(backend: object) -> TypeGuard[SentenceEncoder]:
     """Whether `backend` embeds in this process, and so knows how long texts and vectors are."""
     return hasattr(backend, "count_tokens")
 
 
-async def _counted(backend: EncoderBackend, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
+async def _counted(backend: SentenceEncoder, body: _EmbeddingBody, texts: Sequence[str]) -> list[int]:
     """The tokens of each text that are read. Raises `ContextLengthError` for one that is too long and not to be cut."""
     most = backend.capabilities.context_length
     for at, text in enumerate(texts):

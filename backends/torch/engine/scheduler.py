@@ -216,10 +216,8 @@ class Scheduler:
             logger.warning("a prompt is computed again, since its slots cannot be copied: %s", error_location(error))
             self.prefix_cache.clear()
             found = None
-        if found is not None and not request.guess:
-            self._context.counters.reused_tokens += found.length
-            if self.guesses is not None:
-                self.guesses.claim(request)
+        if found is not None and not request.guess and self.guesses is not None:
+            self.guesses.claim(request)
         return found or self._context.target.new_cache(capacity)
 
     def remove(self, sequence: Sequence, *, clean: bool) -> None:

@@ -255,7 +255,6 @@ class Sequence:
     def commit_chunk(self, count: int) -> None:
         """Commit `count` computed prompt tokens; more of the prompt follows before the first draw."""
         self.kv_cache.commit(count, ())
-        self._context.counters.prefill_tokens += count
 
     def begin(self, draft: Proposal, logits: Tensor) -> None:
         """Take the logits of a step: row 0 follows the last token read, row i + 1 follows draft node i."""
@@ -274,7 +273,6 @@ class Sequence:
         fresh = self.tokens[committed:]
         if self._latency is not None:
             self._latency.begin(perf_counter())
-        self._context.counters.prefill_tokens += num_tokens - 1
         taken = () if self._substitutes is None else self._substitutes.taken
         self._speculator.observe(draft, path, cost, substituted=taken)
         self._session.extend(fresh)

@@ -30,8 +30,6 @@ class Counters:
     cancelled: int = 0
     tokens: int = 0
     steps: int = 0
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)

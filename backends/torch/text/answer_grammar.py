@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from agentspec.backends.torch.grammars.notation import as_lark, closed_schema, lark_regex, lark_string
-from agentspec.backends.torch.text.tool_markup import MarkupFormat, Tool
+from agentspec.backends.torch.text.tool_markup import MarkupFormat, Tool, text_up_to
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.validation import check_json
 from agentspec.types import GenerateRequest, StructuredOutputs
 
 TOOLS: Final = "tools"
-BEGIN, END = "<think>", "</think>"
+Marks = tuple[str, str]  # that begin and end thoughts
+THINK: Final[Marks] = "<think>", "</think>"
+MARKS: Final = (THINK, ("<|channel>thought\n", "<channel|>"))  # the latter by Gemma 4
 Expectation = Literal["never", "maybe", "begun"]
 """Whether an answer begins with reasoning, which the prompt may have begun."""
 MAX_CHARACTERS: Final = 1_000_000
@@ -35,8 +37,17 @@ class GrammarSource:
     param: str
 
 
+def first_mark(marks: Marks) -> str:
+    """The part of the begin mark that may be a special token."""
+    return marks[0][: marks[0].index(">") + 1]
+
+
 def grammar_of(
-    request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, symbol: Symbol
+    request: GenerateRequest,
+    format: MarkupFormat | None,
+    expected: Expectation,
+    symbol: Symbol,
+    marks: Marks = THINK,
 ) -> GrammarSource | None:
     """The grammar of the answers that `request` allows; None if it allows any text. Raises `InvalidRequestError` for a
     form or tools beyond the limits.
@@ -48,11 +59,12 @@ def grammar_of(
     form = request.sampling.structured_outputs
     must_call = request.tool_choice not in ("auto", "none")
     if form is None and not must_call:
-        return _strict(request, format, expected, symbol)
+        return _strict(request, format, expected, symbol, marks)
     calls = _calls(request, format, symbol)
     formed = form is not None and not must_call
-    options = [*(["calls"] if calls else []), *(["@form"] if formed else [])]
-    thoughts, rules = _thoughts(expected, symbol)
+    framed = "@form" if format is None else f"{format.spelled(symbol, format.answer)} @form"
+    options = [*(["calls"] if calls else []), *([framed] if formed else [])]
+    thoughts, rules = _thoughts(expected, symbol, format, marks)
     top = "\n".join([f"start: {thoughts} ({' | '.join(options)})", *rules, *([calls] if calls else [])])
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": top}]
     if form is None or not formed:
@@ -84,7 +96,7 @@ def _checked(tools: dict[int, Tool]) -> list[Tool]:
 
 
 def _calls(request: GenerateRequest, format: MarkupFormat | None, symbol: Symbol) -> str | None:
-    if format is None or request.tool_choice == "none":
+    if format is None or not request.tools or request.tool_choice == "none":
         return None
     parallel = request.parallel_tool_calls and request.tool_choice in ("auto", "required")
     return format.grammar(_checked(_callable(request)), parallel=parallel, symbol=symbol)
@@ -107,25 +119,30 @@ def _parameters(index: int) -> str:
 
 
 def _strict(
-    request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, symbol: Symbol
+    request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, symbol: Symbol, marks: Marks
 ) -> GrammarSource | None:
-    """The grammar of any text in which every call opening is followed by a call that the tools allow; bare calls have
-    none. Calls of tools that are not strict may have any object as arguments.
+    """The grammar of any text in which every call opening is followed by a call that the tools allow; where calls begin
+    an answer without one, of calls or a text. Calls of tools that are not strict may have any object as arguments.
     """
     strict = any(tool["function"].get("strict") for tool in request.tools)
-    if format is None or not strict or request.tool_choice != "auto" or format.bare:
+    if format is None or not strict or request.tool_choice != "auto" or (format.bare and not format.text):
         return None
     tools = {index: _as_strict(tool) for index, tool in enumerate(request.tools)}
     several = request.parallel_tool_calls
+    thoughts, rules = _thoughts(expected, symbol, format, marks)
+    if format.bare:
+        calls = format.grammar(_checked(tools), parallel=several, symbol=symbol)
+        free = f"free: {format.spelled(symbol, format.answer)} text"
+        lark = "\n".join([f"start: {thoughts} (calls | free)", *rules, free, f"text: {format.text}", calls])
+        return _source(lark, _tools_param(tools))
     calls = format.grammar(_checked(tools), parallel=several and format.listed, symbol=symbol, opened=True)
     opening, again = symbol(format.opening), "*" if several else "?"
     if opening == lark_string(format.opening):
         literal = re.escape(format.opening).replace("/", "\\/")
-        free = [f"free: (said calls){again} text", f"said[lazy]: /(.|\\n)*{literal}/"]
+        written = [f"free: (said calls){again} text", f"said[lazy]: /(.|\\n)*{literal}/"]
     else:
-        free = [f"free: text ({opening} calls text){again}"]
-    thoughts, rules = _thoughts(expected, symbol)
-    lark = "\n".join([f"start: {thoughts} free", *rules, *free, "text: /(.|\\n)*/", calls])
+        written = [f"free: text ({opening} calls text){again}"]
+    lark = "\n".join([f"start: {thoughts} free", *rules, *written, "text: /(.|\\n)*/", calls])
     return _source(lark, _tools_param(tools))
 
 
@@ -134,17 +151,18 @@ def _as_strict(tool: Tool) -> Tool:
     return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
 
 
-def _thoughts(expected: Expectation, symbol: Symbol) -> tuple[str, list[str]]:
+def _thoughts(
+    expected: Expectation, symbol: Symbol, format: MarkupFormat | None, marks: Marks
+) -> tuple[str, list[str]]:
+    if format is not None and format.thoughts:
+        return format.before_answer(symbol)
     if expected == "never":
         return "", []
-    begin, end = symbol(BEGIN), symbol(END)
-    if end == lark_string(END):
-        before = BEGIN if expected == "maybe" else ""
-        rule = f"thoughts[lazy]: /{before}(.|\\n)*<\\/think>/"
-    else:
-        rule = f"thoughts: {begin if expected == 'maybe' else ''} /(.|\\n)*/ {end}"
-    optional = "?" if expected == "maybe" else ""
-    return f"(thoughts blanks){optional}", [rule, "blanks: /\\s*/"]
+    first = first_mark(marks)
+    rest = marks[0].removeprefix(first)
+    begin = f"{symbol(first)} {lark_string(rest) if rest else ''}" if expected == "maybe" else ""
+    rules = [f"thoughts: {begin} considered", text_up_to("considered", marks[1], symbol), "blanks: /\\s*/"]
+    return f"(thoughts blanks){'?' if begin else ''}", rules
 
 
 def _form(form: StructuredOutputs) -> dict[str, Any]:

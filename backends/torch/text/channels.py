@@ -19,7 +19,10 @@ HARMONY: Final = MarkupFormat(
     name="harmony",
     head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
     symbols=("<|channel|>", MESSAGE, "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
-    thoughts="<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant",
+    separator="",
+    thoughts=tuple(f"<|channel|>{name}<|message|>TEXT<|end|><|start|>assistant" for name in ("analysis", "commentary")),
+    answer="<|channel|>final<|message|>",
+    text=r"/(.|\n)*/",
     bare=True,
 )
 

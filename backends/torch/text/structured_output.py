@@ -11,7 +11,16 @@ from typing import Any
 from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.grammars.grammar import CompiledGrammar, GrammarCompiler, is_large
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec, ThinkingLimit
-from agentspec.backends.torch.text.answer_grammar import BEGIN, END, TOOLS, Expectation, GrammarSource, grammar_of
+from agentspec.backends.torch.text.answer_grammar import (
+    MARKS,
+    THINK,
+    TOOLS,
+    Expectation,
+    GrammarSource,
+    Marks,
+    first_mark,
+    grammar_of,
+)
 from agentspec.backends.torch.text.channels import HARMONY, HarmonyParser, TemplateParser
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
@@ -29,22 +38,15 @@ from agentspec.text import partial_end
 from agentspec.types import Delta, GenerateRequest
 
 
-def expectation(prompt: str, *, thinks: bool) -> Expectation:
-    """Whether the answer to the rendered `prompt` begins with reasoning, for a model that `thinks` at all."""
-    end = prompt.rstrip()
-    if not thinks or end.endswith(END):
-        return "never"
-    return "begun" if end.endswith(BEGIN) else "maybe"
-
-
 @dataclass(slots=True)
 class ReasoningParser:
     """Splits reasoning from the answer. The result does not depend on how the text was cut into pieces.
 
-    Reasoning begins with the answer, or with a `<think>` that only blanks precede, and ends with `</think>`.
+    Reasoning begins with the answer, or with a first mark that only blanks precede, and ends with the second.
     """
 
     expected: Expectation
+    marks: Marks = THINK
     _held: str = ""
     _thinking: bool = False
     _over: bool = False
@@ -71,20 +73,21 @@ class ReasoningParser:
 
     def _begin(self) -> None:
         begun = self._held.lstrip()
-        if begun.startswith(BEGIN):
-            self._held, self._thinking = begun.removeprefix(BEGIN), True
-        elif not BEGIN.startswith(begun):
+        if begun.startswith(self.marks[0]):
+            self._held, self._thinking = begun.removeprefix(self.marks[0]), True
+        elif not self.marks[0].startswith(begun):
             self._over, self._strip = True, False
 
     def _think(self) -> str:
-        at = self._held.find(END)
+        end = self.marks[1]
+        at = self._held.find(end)
         if at < 0:
             body = self._held[
-                : len(self._held) - partial_end(self._held, END)
+                : len(self._held) - partial_end(self._held, end)
             ].rstrip()  # hold back blanks that may precede `</think>`
             return self._taken(len(body))
         reasoning = self._taken(at).rstrip()
-        self._held = self._held.lstrip().removeprefix(END)
+        self._held = self._held.lstrip().removeprefix(end)
         self._thinking, self._over, self._strip = False, True, True
         return reasoning
 
@@ -102,6 +105,7 @@ class OutputParserSpec:
     """Says how to parse the answers to one request."""
 
     expected: Expectation = "never"
+    marks: Marks = THINK
     format: MarkupFormat | None = None
     schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
@@ -110,9 +114,12 @@ class OutputParserSpec:
     split: bool = True
 
     @classmethod
-    def of(cls, request: GenerateRequest, format: MarkupFormat | None, expected: Expectation) -> OutputParserSpec:
+    def of(
+        cls, request: GenerateRequest, format: MarkupFormat | None, expected: Expectation, marks: Marks = THINK
+    ) -> OutputParserSpec:
         return cls(
             expected=expected if request.split_reasoning else "never",
+            marks=marks,
             format=format,
             schemas={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in request.tools},
             parallel=request.parallel_tool_calls,
@@ -131,7 +138,7 @@ class OutputParserSpec:
             found = ToolCallParser(self.format, frozenset(self.schemas), parallel)
         elif self.format is not None:
             found = MarkupParser(self.format, self.schemas, parallel)
-        return OutputParser(self, ReasoningParser(self.expected), found)
+        return OutputParser(self, ReasoningParser(self.expected, self.marks), found)
 
 
 @dataclass(slots=True)
@@ -196,11 +203,13 @@ class StructuredOutputBuilder:
         self._grammars = GrammarCompiler(tokenizer.tokenizer, vocab_size, end_ids)
         self._threads = TenantThreads(1, "agentspec-grammar")
         self._vocabulary: dict[str, int] = getattr(tokenizer.tokenizer, "get_vocab", dict)()
-        self._thinks = END in self._vocabulary or END in template_of(tokenizer.tokenizer)
-        self._has_channels = format_of(template_of(tokenizer.tokenizer)) is HARMONY
+        template = template_of(tokenizer.tokenizer)
+        known = [marks for marks in MARKS if marks[1] in self._vocabulary or marks[1] in template]
+        self._thinks, self._marks = bool(known), next(iter(known), THINK)
+        self._has_channels = format_of(template) is HARMONY
         self._response_template = getattr(tokenizer.tokenizer, "response_template", None)
         self.finds_marks = bool(  # in any chat's answer, without tools
-            self._thinks or BEGIN in self._vocabulary or self._has_channels or self._response_template
+            self._thinks or THINK[0] in self._vocabulary or self._has_channels or self._response_template
         )
 
     def build(self, request: GenerateRequest, prompt: str) -> StructuredOutput:
@@ -210,7 +219,7 @@ class StructuredOutputBuilder:
         source, form = None, request.sampling.structured_outputs
         if form or format:
             try:
-                source = grammar_of(request, format, expected, self._grammars.symbol)
+                source = grammar_of(request, format, expected, self._grammars.symbol, self._marks)
             except InvalidRequestError as error:  # of a tokenizer that cannot be constrained by anything
                 error.param = error.param or (form.param if form else TOOLS)
                 raise
@@ -232,7 +241,7 @@ class StructuredOutputBuilder:
         format: MarkupFormat | None = HARMONY if chat and self._has_channels else None
         if called:
             format = tool_format(tokenizer, required=template is None or request.tool_choice != "auto")
-        spec = OutputParserSpec.of(request, format, self._expected(request, prompt))
+        spec = OutputParserSpec.of(request, format, self._expected(request, prompt), self._marks)
         if template and format is None:  # of formats known here, calls are streamed and constrained
             tools = [dict(tool) for tool in request.tools] if called else None
             make = partial(tokenizer.get_response_parser, prefix=prompt, tools=tools)
@@ -261,23 +270,26 @@ class StructuredOutputBuilder:
 
     def _expected(self, request: GenerateRequest, prompt: str) -> Expectation:
         """Whether thoughts come first; `OutputParserSpec.expected` says whether they are split off."""
-        return expectation(prompt, thinks=request.messages is not None and self._thinks)
+        end = prompt.rstrip()
+        if request.messages is None or not self._thinks or end.endswith(self._marks[1]):
+            return "never"
+        return "begun" if end.endswith(self._marks[0].rstrip()) else "maybe"
 
     def _shown(self, format: MarkupFormat | None, template: str) -> frozenset[int]:
         """The special tokens among the strings that the answer's parser looks for, or a response template names."""
         named = (self._tokenizer.spell(token) for token in self._tokenizer.special_ids) if template else ()
         sought = {text for text in named if text in template.replace("\\", "")}
-        sought |= {BEGIN, END, *(format.markers if format else ())}
+        sought |= {first_mark(self._marks), self._marks[1], *(format.markers if format else ())}
         sought &= self._vocabulary.keys()
         tokens = [self._vocabulary[text] for text in sought]
         return frozenset(token for token in tokens if not self._tokenizer.decode([token]))
 
     def _thinking_limit(self, tokens: int | None, expected: Expectation) -> ThinkingLimit | None:
         """The limit of the request's thoughts, for models whose mark of their end is one token."""
-        end = self._vocabulary.get(END)
+        end = self._vocabulary.get(self._marks[1])
         if tokens is None or end is None or end >= self._vocab_size or expected == "never":
             return None
-        return ThinkingLimit(tokens, end, self._vocabulary.get(BEGIN), begun=expected == "begun")
+        return ThinkingLimit(tokens, end, self._vocabulary.get(first_mark(self._marks)), begun=expected == "begun")
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word alone and, if they begin with another token, of the word after a blank (as vLLM)."""

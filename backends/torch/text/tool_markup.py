@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from agentspec.backends.torch.grammars.notation import closed_schema, lark_string
@@ -47,12 +48,14 @@ class MarkupFormat:
     tail: str = ""
     value: tuple[str, str] | None = None
     between: str = ""
-    separator: str = "\n"
+    separator: str = "\n"  # empty if an answer holds one call
     quote: str = ""  # around texts
     around: tuple[str, str] = ("", "")
     wraps_each: bool = False  # whether `around` is written around each call
     symbols: tuple[str, ...] = ()  # more strings that may be special tokens
-    thoughts: str = ""  # what may come before a call, with TEXT for any text
+    thoughts: tuple[str, ...] = ()  # what may come before calls and text, any number of times, with TEXT for any text
+    answer: str = ""  # before an answer without calls
+    text: str = ""  # what such an answer may be, in Lark's notation, where calls may begin an answer
     bare: bool = False  # a call may begin an answer without `opening`
     listed: bool = False  # the calls stand in a list, behind one `opening`
     id: str = ""
@@ -70,12 +73,7 @@ class MarkupFormat:
         With `opened`, the rules leave out the opening, since it was written already.
         """
 
-        def spelled(text: str, **names: str) -> str:
-            for name, given in names.items():
-                text = text.replace(name, given)
-            parts = re.split(f"({'|'.join(map(re.escape, (*self.markers, NUL)))})", text)
-            return " ".join(self.id if part == NUL else symbol(part) for part in parts if part)
-
+        spelled = partial(self.spelled, symbol)
         opening = "" if opened or self.bare else self.opening
         rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
         for index, tool in enumerate(tools):
@@ -87,17 +85,28 @@ class MarkupFormat:
             rules += self._arguments(name, function.get("parameters") or NO_PARAMETERS, spelled)
         line = lark_string("\n") + "?"
         between = line if self.separator == "\n" else lark_string(self.separator)
-        calls = f"call ({between} call)*" if parallel else "call"
+        calls = f"call ({between} call)*" if parallel and self.separator else "call"
         before, after = ("", "") if opened or self.wraps_each else map(spelled, self.around)
-        if self.thoughts and not opened:
-            begin, _, end = self.thoughts.partition("TEXT")
-            before = f"({spelled(begin)} considered)?"
-            rules.append(_text_up_to("considered", end, spelled))
         if self.listed:
             before, after = f'{spelled(opening)} " "? "["', '"]"'
-        elif before and self.around[0]:
+        elif before:
             before, after = f"{before} {line}", f"{line} {after}"
         return "\n".join([f"calls: {before} {calls} {after}", *rules])
+
+    def spelled(self, symbol: Callable[[str], str], text: str, **names: str) -> str:
+        """`text` in Lark's notation, with `names` replaced, and its marks written as `symbol` says."""
+        for name, given in names.items():
+            text = text.replace(name, given)
+        parts = re.split(f"({'|'.join(map(re.escape, (*self.markers, NUL)))})", text)
+        return " ".join(self.id if part == NUL else symbol(part) for part in parts if part)
+
+    def before_answer(self, symbol: Callable[[str], str]) -> tuple[str, list[str]]:
+        """What may come before calls or an answer, in Lark's notation, and the rules for it."""
+        rules = list[str]()
+        for index, (begin, _, end) in enumerate(one.partition("TEXT") for one in self.thoughts):
+            rules.append(f"thought_{index}: {self.spelled(symbol, begin)} thought_{index}_text")
+            rules.append(text_up_to(f"thought_{index}_text", end, partial(self.spelled, symbol)))
+        return f"({' | '.join(f'thought_{index}' for index in range(len(self.thoughts)))})*", rules
 
     def _arguments(self, name: str, schema: Mapping[str, Any], spelled: Callable[..., str]) -> list[str]:
         properties = schema.get("properties")
@@ -111,7 +120,7 @@ class MarkupFormat:
             marked = spelled(before, KIND=str(is_text).lower(), KEY=key)
             if is_text and (self.quote or not self.between):
                 rules.append(f"{part}: {marked} {part}_text")
-                rules.append(_text_up_to(f"{part}_text", after, spelled))
+                rules.append(text_up_to(f"{part}_text", after, spelled))
             else:
                 whole = {**one, **{key: schema[key] for key in ("$defs", "definitions") if key in schema}}
                 rules += [f"{part}: {marked} {part}_json {spelled(after) or lark_string('')}"]
@@ -125,7 +134,7 @@ class MarkupFormat:
         return [f"{name}: (({either}) ({between} ({either}))*)?" if others else f'{name}: ""', *rules]
 
 
-def _text_up_to(rule: str, end: str, spelled: Callable[[str], str]) -> str:
+def text_up_to(rule: str, end: str, spelled: Callable[[str], str]) -> str:
     """A Lark rule for any text and the `end` behind it, which may hold special tokens."""
     if "<[" in spelled(end):
         return f"{rule}: /(.|\\n)*/ {spelled(end)}"
@@ -435,5 +444,13 @@ FUNCTION_GEMMA: Final = replace(
     GEMMA, opening="<start_function_call>", closing="<end_function_call>", read=_braced("<escape>"), quote="<escape>"
 )
 PYTHONIC: Final = MarkupFormat(
-    name="pythonic", head="NAME(", tail=")", value=("KEY=", ""), between=", ", separator=", ", bare=True, listed=True
+    name="pythonic",
+    head="NAME(",
+    tail=")",
+    value=("KEY=", ""),
+    between=", ",
+    separator=", ",
+    text=r"/\s*([^\[\s]|\[\s*([^A-Za-z_\s]|[A-Za-z_][\w.]*[^\w.(]))(.|\n)*|\s*(\[\s*([A-Za-z_][\w.]*)?)?/",
+    bare=True,
+    listed=True,
 )

@@ -65,7 +65,7 @@ async def test_the_next_prompt_of_a_conversation_is_not_computed_again(lab: Any,
     request = ask([*PROMPT, *first, 1, 2, 3], 10, seed=0)
     second, last = await answer(backend, request)
     assert last.usage.cached_tokens == len(PROMPT) + 9  # the last token of an answer has no slot yet
-    assert second == oracle(lab, request) and backend.stats().reused_tokens == len(PROMPT) + 9
+    assert second == oracle(lab, request)
     other = ask(list(request.token_ids or ()), 10, tenant="other")
     assert (await answer(backend, other))[1].usage.cached_tokens == 0
 

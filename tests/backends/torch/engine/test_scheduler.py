@@ -50,7 +50,7 @@ def opened(lab: Any) -> Callable[[EngineRequest], EngineSequence]:
 
     def open_sequence(request: EngineRequest, cache: Any = None) -> EngineSequence:
         cache = cache or lab.target.new_cache(len(request.prompt) + request.max_tokens + ROOM)
-        return EngineSequence(request, context, cache, ScriptedSession(request.prompt))
+        return EngineSequence(request, context, cache, ScriptedSession(lambda text, budget: None, request.prompt))
 
     return open_sequence
 

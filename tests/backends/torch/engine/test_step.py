@@ -13,12 +13,11 @@ import torch
 
 from agentspec.backends.torch.engine import engine as step
 from agentspec.backends.torch.engine.scheduler import plan_step
-from agentspec.backends.torch.engine.sequence import Sequence as EngineSequence
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.types import SamplingParams
-from tests.backends.torch.conftest import Ask, tree_of
+from tests.backends.torch.conftest import Ask, EagerGovernor, tree_of
 
 PROMPT = [72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100, 257, 40, 41, 258]
 SAMPLED = SamplingParams(temperature=0.9, seed=4)
@@ -86,17 +85,13 @@ def test_answers_are_the_same_drawn_ahead(
                 assert [best.token_id for best in one.top] == [best.token_id for best in other.top]
 
 
-def begun(lab: Any, asks: Sequence[Any], governor: Any) -> tuple[list[EngineSequence], step.EngineContext]:
-    shared = step.EngineContext(lab.target, lab.tokenizer, governor=governor(), draws_ahead=True)
-    return [ask.begin(shared, None) for ask in asks], shared
-
-
 def test_a_step_waits_once_for_its_draws_and_once_for_an_answers_log_probabilities(
     lab: Any, waits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samplings = [sampling for name, sampling in SAMPLINGS.items() if "form" not in name and not sampling.min_tokens]
     asks = [Ask(PROMPT, each, winding(PROMPT * 4, 3), max_tokens=12, stop_ids=()) for each in samplings]
-    sequences, shared = begun(lab, asks)
+    shared = step.EngineContext(lab.target, lab.tokenizer, governor=EagerGovernor(), draws_ahead=True)
+    sequences = [ask.begin(shared, None) for ask in asks]
     scored, forward, seen = sum(each.logprobs for each in samplings), TargetModel.forward_batch, Counter[str]()
 
     def computed(target: TargetModel, items: Any) -> Any:
