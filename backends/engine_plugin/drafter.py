@@ -74,7 +74,6 @@ class ServerDrafter(RecordingDrafter):
         """Follow new tokens, and count those that were drafted."""
         tree, state.tree = state.tree, EMPTY_TREE
         accepted = path_length(*tree, fresh.tolist()) if tree.tokens else 0
-        self.stats.accepted += accepted
         return OutputUpdate(state, state.advance(fresh), len(tree.tokens), accepted)
 
     def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:

@@ -1,5 +1,5 @@
-"""What the drafters of all engines do each round: search for all requests in the time that there is, count and log it,
-and keep failures of our code away from the engine that it runs in.
+"""What the drafters of all engines do each round: search for all requests in the time that there is, count it, and
+keep failures of our code away from the engine that it runs in.
 
 The process that drafts is not the one that serves the metrics: they are seen where Prometheus's client collects those
 of several processes (PROMETHEUS_MULTIPROC_DIR).
@@ -20,7 +20,6 @@ from agentspec.cache.index import DraftJob, propose_batch
 from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Draft
 
-LOG_SECONDS = 10.0  # the interval at which vLLM logs its own figures
 FAILURE_SECONDS = 60.0  # between two warnings of the same kind
 _METRICS: dict[str, tuple[type[Counter | Gauge], str, tuple[str, ...]]] = {
     "searches": (Counter, "Searches for drafts, done or missed for want of time", ("outcome",)),
@@ -33,8 +32,6 @@ _METRICS: dict[str, tuple[type[Counter | Gauge], str, tuple[str, ...]]] = {
     "queued_tokens": (Gauge, "Tokens that wait to be recorded", ()),
     "cache_bytes": (Gauge, "Bytes of the cache in memory", ()),
 }
-
-logger = logging.getLogger(__name__)
 
 
 @cache
@@ -69,48 +66,17 @@ class FailureLog:
 
 
 class RoundStats:
-    """Counts rounds, drafted and accepted tokens, and logs them every `LOG_SECONDS` while there are rounds."""
-
-    def __init__(self) -> None:
-        self.accepted = 0
-        self._missed = 0
-        self.last_seconds = 0.0
-        self._seconds: list[float] = []
-        self._drafted = 0
-        self._logged = monotonic()
+    """Counts rounds and searches."""
 
     def add(self, seconds: float, drafted: Sequence[int]) -> None:
         """Count a round that took so long and drafted so many tokens for each request."""
-        self.last_seconds = seconds
-        self._seconds.append(seconds)
-        self._drafted += sum(drafted)
         metric("seconds").inc(seconds)
         metric("empty_rows").inc(drafted.count(0))
-        if monotonic() - self._logged >= LOG_SECONDS:
-            self.log()
 
     def searched(self, count: int, missed: int) -> None:
         """Count the searches of a round, and those of them that had no time."""
-        self._missed += missed
         metric("searches").labels("done").inc(count - missed)
         metric("searches").labels("missed").inc(missed)
-
-    def log(self) -> None:
-        """Log the counts since the last call, and reset them."""
-        if self._seconds:
-            ordered = sorted(self._seconds)
-            logger.info(
-                "agentspec: %d rounds, drafting %.3f ms (median), %.3f ms (longest), %d tokens drafted, %d accepted,"
-                " %d searches had no time",
-                len(ordered),
-                1e3 * ordered[len(ordered) // 2],
-                1e3 * ordered[-1],
-                self._drafted,
-                self.accepted,
-                self._missed,
-            )
-        self._logged = monotonic()
-        self._seconds, self._drafted, self.accepted, self._missed = [], 0, 0, 0
 
 
 class SearchOrder:

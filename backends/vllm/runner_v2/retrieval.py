@@ -54,9 +54,7 @@ class PassageRetriever(RecordingDrafter):
                 tokens = request.state.advance(fresh)
                 request.context = np.concatenate((request.context, fresh))[-DEPTH:]
                 request.drafted = True
-                accepted = len(fresh) - 1 if count else 0
-                self.stats.accepted += accepted
-                updates.append(OutputUpdate(request.state, tokens, count, accepted))
+                updates.append(OutputUpdate(request.state, tokens, count, len(fresh) - 1 if count else 0))
         if updates:
             self._recorder.extend(updates)
 
