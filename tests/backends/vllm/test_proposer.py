@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
+from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
 from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.cache import SuffixCache
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
 from tests.backends.conftest import opening, stored
@@ -122,9 +129,9 @@ class Runner:
         self.proposer.scheduled(scheduled(new(name, prompt, salt, stop, **extra)), self.bench.server)
         self.bench.drafter.flush()
 
-    def step(self, **tokens: list[int]) -> dict[str, list[int]]:
+    def step(self, most: int = MOST, /, **tokens: list[int]) -> dict[str, list[int]]:
         server = self.bench.server
-        drafts = self.proposer.propose(MOST, server, server.sample(tokens), slot_mappings=None)
+        drafts = self.proposer.propose(most, server, server.sample(tokens), slot_mappings=None)
         self.bench.drafter.flush()
         return dict(zip(server.req_ids, drafts, strict=True))
 
@@ -230,6 +237,88 @@ def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
     assert outputs(bench) == [[7] * 100, [100, 101, EOS]]
 
 
+def answer(runner: Runner, name: str, text: list[int], **given: Any) -> list[int]:
+    """Have a request write this text; the tokens drafted for it, where its target verified them."""
+    runner.begin(name, np.array([1], dtype=np.int32), **given)
+    fresh, at, drafted = text[:2], 0, list[int]()
+    while fresh:
+        at += len(fresh)
+        (draft,) = [chain for one, chain in runner.step(**{name: fresh}).items() if one == name]
+        drafted += draft
+        right = [token == next_ for token, next_ in zip(draft, text[at:], strict=False)]
+        fresh = text[at : at + 1 + (right.index(False) if False in right else len(right))]
+    runner.finish(name)
+    return drafted
+
+
+def test_drafts_are_counted_by_source_and_tenant(runner: Runner, bench: Bench) -> None:
+    def counted(name: str, source: str, tenant: str) -> float:
+        value = REGISTRY.get_sample_value(
+            f"agentspec_drafter_{name}_tokens_total", {"source": source, "tenant": tenant}
+        )
+        return value or 0.0
+
+    rows = [("cache", "default"), ("prediction", "default"), ("cache", "acme"), ("cache", "private")]
+    before = {(name, *row): counted(name, *row) for name in ("draft", "accepted") for row in rows}
+    for number in range(3):
+        answer(runner, f"a{number}", TEXT.tolist())
+        answer(runner, f"b{number}", TEXT.tolist(), salt="pepper")
+        answer(runner, f"c{number}", TEXT.tolist() * 2, salt="x")
+        answer(runner, f"d{number}", OTHER.tolist(), agentspec_prediction=OTHER.tolist())
+    found = {key: counted(*key) - value for key, value in before.items()}
+    assert all(found["draft", *row] >= found["accepted", *row] > 20 for row in rows)
+    stats = bench.cache.stats()  # which has no private text
+    assert stats.drafted == sum(found["draft", *row] for row in rows[:3])
+    assert stats.accepted == sum(found["accepted", *row] for row in rows[:3])
+
+
+@given(cut=st.integers(2, 58), by=st.sampled_from(["tenant", "session"]))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_forgotten_during_a_request_does_not_come_back(runner: Runner, bench: Bench, cut: int, by: str) -> None:
+    """Neither what was found to follow, nor the request's own output, which ends later."""
+    text = TEXT.tolist()
+    for name in ("first", "second"):
+        answer(runner, name, text, agentspec_session="s")
+    runner.begin("a", TEXT[:0], agentspec_session="s")
+    assert runner.step(2, a=text[:cut])["a"] or cut > 56
+    bench.cache.forget(**{by: {"tenant": "default", "session": "s"}[by]})
+    assert runner.step(2, a=text[cut : cut + 1])["a"] == []
+    runner.step(a=text[cut + 1 :])
+    runner.finish("a")
+    assert outputs(bench) == [] and answer(runner, "b", text) == []
+    bench.cache.forget(tenant="default")
+
+
+@pytest.mark.parametrize("requests", [1500, pytest.param(100_000, marks=pytest.mark.long)])
+def test_requests_leave_nothing_behind_in_memory(runner: Runner, bench: Bench, requests: int) -> None:
+    """Of any kind: stored or not, salted, aborted, in groups, with stop strings, of adapters."""
+    rng, kinds = random.Random(1), (RequestState, CacheRequest, PrivateCache)
+    for number in range(requests):
+        name = f"{number % 3}_{number // 3}"
+        extra = {"agentspec_store": rng.choice(["on", "off", "off"]), "agentspec_share": rng.choice(["on", "off"])}
+        bench.server.add(name, TEXT[:5])
+        request = new(name, TEXT[:5], rng.choice([None, "pepper", "x", "?"]), rng.choice([(), ("!",)]), **extra)
+        if rng.random() < 0.2:
+            request.lora_request = SimpleNamespace(lora_name=f"l{number}", lora_path="x")
+        runner.proposer.scheduled(scheduled(request), bench.server)
+        runner.proposer.propose(MOST, bench.server, bench.server.sample({name: [number % 900, rng.choice([1, EOS])]}))
+        while len(bench.server.req_ids) > rng.randrange(8):
+            over = rng.choice(bench.server.req_ids)
+            runner.proposer.finished(scheduled(finished=(over,)), bench.server)
+            bench.server.remove(over)
+        if number % 500 == 0:
+            assert bench.drafter.flush(60.0)
+    for name in [*bench.server.req_ids]:
+        runner.finish(name)
+    runner.proposer.propose(MOST, bench.server, [])
+    assert bench.drafter.flush(60.0)
+    gc.collect()
+    left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+    assert sum(left.values()) <= 1, left
+    assert REGISTRY.get_sample_value("agentspec_drafter_queued_tokens") == 0
+    assert bench.cache.stats().memory_bytes <= 512 << 20
+
+
 def learned_ends(bench: Bench) -> list[float]:
     """The tokens after which outputs end, as the cache has learned it."""
     state = bench.cache.request([1]).drafter.state()
@@ -275,9 +364,9 @@ def test_an_output_is_kept_as_it_ended(
 def test_the_open_outputs_of_a_group_are_drafted_from(
     runner: Runner, bench: Bench, first: dict[str, Any], second: dict[str, Any], together: bool
 ) -> None:
-    one, two = ({"name": name, **given} for name, given in (("a", first), ("b", second)))
-    for number, given in enumerate((one, two)):
-        runner.begin(prompt=np.array([1, number], dtype=np.int32), **given)
+    one, two = {"name": "a", **first}, {"name": "b", **second}
+    for number, request in enumerate((one, two)):
+        runner.begin(prompt=np.array([1, number], dtype=np.int32), **request)
     runner.step(**{one["name"]: TEXT[:40].tolist()})
     assert bool(runner.step(**{two["name"]: TEXT[5:9].tolist()})[two["name"]]) is together
     runner.finish(one["name"])
