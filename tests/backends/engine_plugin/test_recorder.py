@@ -10,12 +10,14 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import REGISTRY
 
-from agentspec.backends.engine_plugin import recorder, rounds
+from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client
+
+RECORDER = "agentspec.backends.engine_plugin.recorder"
 
 
 def counted(name: str, **labels: str) -> float:
@@ -36,8 +38,8 @@ def test_a_recorder_that_hangs_bounds_what_waits_and_the_end(
         hung.wait()
         raise AssertionError
 
-    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(recorder, "WAITING_TOKENS", 1000)
+    monkeypatch.setattr(f"{RECORDER}.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(f"{RECORDER}.WAITING_TOKENS", 1000)
     closed: list[bool] = []
     drafter = ServerDrafter(never, VOCABULARY, on_close=closed.append)
     dropped, most = counted("dropped_requests_total"), 0.0
