@@ -95,8 +95,12 @@ void HitRates::record(const LevelKey& key, bool hit) {
         c[0] *= 0.5;
         c[1] *= 0.5;
     }
-    const double highest = limits_[key.source][group(key.length, excluded_bucket(key.excluded, kExcludeds))];
-    if (before == highest || c[0] / c[1] > highest) bind(cells_, key.source, limits_.own(key.source));
+    const int excluded = excluded_bucket(key.excluded, kExcludeds), here = group(key.length, excluded);
+    const double limit = limits_[key.source][here];
+    if (before != limit && c[0] / c[1] <= limit) return;
+    double* limits = limits_.own(key.source);
+    limits[here] = highest(cells_[key.source * kLengthCount + key.length], excluded);
+    spread(limits);
 }
 
 double HitRates::bound(std::span<const int> sources, int length, int excluded) const {
@@ -115,11 +119,19 @@ double HitRates::highest(const double* row, int excluded) {
 }
 
 void HitRates::bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits) {
+    for (int length = 0; length < kLengthCount; ++length)
+        for (int excluded = 0; excluded < kExcludeds; ++excluded) {
+            limits[group(length, excluded)] = highest(cells[source * kLengthCount + length], excluded);
+        }
+    spread(limits);
+}
+
+void HitRates::spread(double* limits) {
     double* bounds = limits + kGroups;
     for (int length = 0; length < kLengthCount; ++length)
         for (int excluded = kExcludeds - 1; excluded >= 0; --excluded) {
             const int here = group(length, excluded);
-            limits[here] = bounds[here] = highest(cells[source * kLengthCount + length], excluded);
+            bounds[here] = limits[here];
             if (length > 0) bounds[here] = std::max(bounds[here], bounds[group(length - 1, excluded)]);
             if (excluded + 1 < kExcludeds) bounds[here] = std::max(bounds[here], bounds[here + 1]);
         }

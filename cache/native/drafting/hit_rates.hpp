@@ -59,7 +59,9 @@ private:
     static int place(const LevelKey& key);
     static int group(int length, int excluded) { return length * kExcludeds + excluded; }
     static double highest(const double* row, int excluded);
+    /// The limits of a source from its cells, and the bounds behind them.
     static void bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits);
+    static void spread(double* limits);
 
     SharedRows<kRows, kWidth> cells_;
     // By source: the highest rate of a cell of each group, then the highest over shorter lengths and larger exclusions.
