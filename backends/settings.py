@@ -88,6 +88,10 @@ class OpenAISettings(SettingsModel):
         description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
         " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
     )
+    system_messages: Literal["anywhere", "first"] = Field(
+        default="anywhere",
+        description="`first`: it refuses system messages behind others, so that later ones get the role user in place",
+    )
     priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
         default="off",
         description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."

@@ -155,26 +155,44 @@ class CallNumbers:
     """Numbers the tool calls of one answer from 0, as they begin.
 
     Servers count them in other ways, too: from 1, each as 0, or not at all, so that only ids and names distinguish
-    calls, whose pieces may come in turns.
+    calls, whose pieces may come in turns. A call begins with its name: pieces of arguments that come before it wait.
     """
 
     def __init__(self) -> None:
         self._ids: list[str] = []
+        self._nameless: dict[int, dict[str, Any]] = {}
+        self._named: set[int] = set()
         self._numbers: dict[int, int] = {}  # by the server's own
         self._last = 0  # the call that the last piece belongs to
 
     def numbered(self, delta: Delta) -> Delta:
-        calls = delta.extra.get("tool_calls")
-        if not calls:
-            return delta
+        calls = delta.extra.get("tool_calls") or ()
         numbered = [{**call, "index": self._number(call, at, len(calls) > 1)} for at, call in enumerate(calls)]
-        return replace(delta, extra={**delta.extra, "tool_calls": numbered})
+        begun = [call for call in map(self._with_name, numbered) if call is not None]
+        if delta.finish_reason is not None:
+            begun += self._nameless.values()
+        return replace(delta, extra={**delta.extra, "tool_calls": begun}) if calls or begun else delta
+
+    def _with_name(self, call: dict[str, Any]) -> dict[str, Any] | None:
+        """The piece, with what came of its call before its name; None as long as the call has none."""
+        index = call["index"]
+        if index in self._named:
+            return call
+        before, function = self._nameless.pop(index, {}), call.get("function", {})
+        earlier = before.get("function", {})
+        written = "".join(one.get("arguments") or "" for one in (earlier, function))
+        call = {**before, **call, "function": {**earlier, **function, "arguments": written}}
+        if not function.get("name"):
+            self._nameless[index] = call
+            return None
+        self._named.add(index)
+        return call
 
     def _number(self, call: Mapping[str, Any], position: int, several: bool) -> int:
         index, id, name = call.get("index"), str(call.get("id") or ""), call.get("function", {}).get("name")
         known = self._ids.index(id) if id and id in self._ids else None
         if index is None:
-            number = known
+            number = self._last if known is None and self._last in self._nameless else known
             if number is None and not name and self._ids:
                 number = min(position, len(self._ids) - 1) if several else self._last
         else:

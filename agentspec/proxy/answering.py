@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.responses import ApiWriter
-from agentspec.protocol.validation import shown_name
 from agentspec.protocol.wire import encode, event, named_event, object_in
 from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
 from agentspec.proxy.api import Api, History, json_response, respond
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
+from agentspec.proxy.body.hosted_tools import without_hosted_tools
 from agentspec.proxy.body.upstream_fields import UpstreamFields
 from agentspec.proxy.completions.prompts import merged
 from agentspec.proxy.completions.translation import TRANSLATED, chat_deltas, chat_request
@@ -42,7 +41,7 @@ async def answer_here(
     if not isinstance(backend, OpenAIBackend):
         require_route(api, backend, answer)
     history = await read_history(api, services.keeper, context, body)
-    fields = without_hosted_tools(body.fields, answer, services.settings)
+    fields = asked_fields(body, answer, services.settings)
     if isinstance(backend, OpenAIBackend):
         async with context.deadline.limit():
             data, writer = await chat_request(api, backend, fields, body, context, history)
@@ -59,30 +58,14 @@ async def answer_here(
     await Sending(writer, context, body, answer, services.keeper).send(deltas)
 
 
-_OWN_TOOLS = ("function", "custom", "namespace")  # that a client runs, and a model knows by their description alone
-DROPPED = "x-agentspec-dropped"
-
-
-def without_hosted_tools(
-    fields: Mapping[str, Any], answer: RequestAnswer, settings: ServerSettings
-) -> Mapping[str, Any]:
-    """`fields` without tools that only a service has, if the settings say so; the answer's header lists them."""
-    given = fields.get("tools")
-    offered = given if isinstance(given, list) and settings.hosted_tools == "drop" else []
-    hosted = [one for one in offered if isinstance(one, dict) and one.get("type") not in (None, *_OWN_TOOLS)]
-    if not hosted:
-        return fields
-    names = {str(one.get(name)) for one in hosted for name in ("type", "name") if one.get(name)}
-    left = {**fields, "tools": [one for one in offered if one not in hosted]}
-    choice = fields.get("tool_choice")
-    chosen = choice if isinstance(choice, dict) else {}
-    if not left["tools"] or names & {str(chosen.get(name)) for name in ("type", "name")}:
-        left.pop("tool_choice", None)
-    if isinstance(include := fields.get("include"), list):  # what hosted tools are to show
-        left["include"] = [one for one in include if "_call" not in str(one)]
-    shown = ", ".join(sorted({shown_name(str(one.get("type"))) for one in hosted})[:16])
-    answer.response_headers = {**answer.response_headers, DROPPED: re.sub(r"[^\w.,? -]", "?", shown)}
-    return left
+def asked_fields(body: RequestBody, answer: RequestAnswer, settings: ServerSettings) -> Mapping[str, Any]:
+    """The fields of the body; if the settings say so, without what only a hosted service can do: a header names it."""
+    if settings.hosted_tools == "refuse":
+        return body.fields
+    fields, dropped = without_hosted_tools(body.fields)
+    if dropped:
+        answer.response_headers = {**answer.response_headers, "x-agentspec-dropped": ", ".join(dropped)}
+    return fields
 
 
 def require_route(api: Api, backend: Backend, answer: RequestAnswer) -> None:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
+from agentspec.backends.http.errors import answered
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.fields import PRIORITY
 from agentspec.errors import AgentSpecError, UpstreamError
@@ -288,7 +289,7 @@ def _error_body(response: UpstreamResponse, content: bytes) -> bytes:
     if response.is_encoded:
         content = b""
         del response.headers["content-encoding"]
-    body = error_object(content, response.status, f"upstream {response.name} answered {response.status}")
+    body = error_object(content, response.status, answered(response.name, response.status))
     if body is not content:
         response.headers["content-type"] = "application/json"
     return without_account(body) if response.own_key else body

@@ -146,7 +146,7 @@ class ServerSettings(SettingsModel):
     hosted_tools: Literal["refuse", "drop"] = Field(
         default="refuse",
         description="Tools that only a hosted service has (web_search, code_interpreter, ...), for other models: 400,"
-        " or left out, as the header x-agentspec-dropped then says",
+        " or left out with what shows their calls, as the header x-agentspec-dropped then says",
     )
 
     # Upstreams.

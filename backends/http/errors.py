@@ -41,8 +41,13 @@ def status_error(name: str, status: int, body: bytes, headers: Mapping[str, str]
         message = error_message(decode_json(body, name)) if len(body) <= MAX_ERROR_BYTES else None
     except UpstreamError:
         message = None
-    text = f"upstream {name} answered {status}" + (f": {message[:2000]}" if message else "")
+    text = answered(name, status) + (f": {message[:2000]}" if message else "")
     return UpstreamStatusError(text, status=status, body=body, headers=headers)
+
+
+def answered(name: str, status: int) -> str:
+    hint = " (its base_url should end in /v1, once, unless its documentation says otherwise)" if status == 404 else ""
+    return f"upstream {name} answered {status}{hint}"
 
 
 def decode_json(body: bytes, name: str) -> Any:

@@ -55,6 +55,18 @@ def token_id_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return {} if "return_token_ids" in given or given.get("echo") else {"return_token_ids": True}
 
 
+def system_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The messages with the role `user` for system messages further on, each where it stands."""
+    messages = given.get("messages")
+    if not isinstance(messages, list):
+        return {}
+    later = [isinstance(one, Mapping) and one.get("role") in ("system", "developer") for one in messages[1:]]
+    changed = [
+        {**one, "role": "user"} if is_system else one for is_system, one in zip(later, messages[1:], strict=True)
+    ]
+    return {"messages": [messages[0], *changed]} if any(later) else {}
+
+
 def takes_switches(kind: str | None, path: str) -> bool:
     """Whether requests of that route can carry switches to a server of that kind."""
     return kind in _SWITCHES and path in _SWITCHES[kind][1]

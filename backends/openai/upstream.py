@@ -106,6 +106,8 @@ class Upstream:
         salts = await self._salts(tenant, given)
         if path not in _LABELLED:
             return salts
+        if path == CHAT and self.settings.system_messages == "first":
+            salts |= wire.system_fields(given)
         sent = labels
         if self._apart:
             own = wire.labels_in(given)

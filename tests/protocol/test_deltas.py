@@ -103,6 +103,13 @@ ODD_CALLS = {
         [piece("a", "f", index=0)], [piece("b", "g", index=1)], [piece("", "", "1", index=0)],
         [piece("", "", "2", index=1)],
     ],
+    "the name after its arguments": [
+        [piece("a", None, "", index=0)], [piece(None, None, "1", index=0)], [piece(None, "f", index=0)],
+        [piece("b", "g", "2", index=1)],
+    ],
+    "the name after its arguments, without numbers": [
+        [piece("a", None, "1")], [piece("a", "f")], [piece("b", "g", "2")],
+    ],
     "the second without an id": [[piece("a", "f", "1", index=0)], [piece("b", "g", "2")]],
 }  # fmt: skip
 

@@ -94,6 +94,13 @@ def test_a_header_in_several_lines_passes_whole(gateway: Any, upstream: Any) -> 
     assert request.headers["x-agentspec-step"] == "plan"
 
 
+@pytest.mark.parametrize("path", [CHATS, "/v1/messages"])
+def test_a_route_that_an_upstream_lacks_hints_at_its_address(gateway: Any, upstream: Any, path: str) -> None:
+    running = gateway(*passing(upstream(lambda request: request.answer(b'{"detail":"Not Found"}', 404)).url))
+    answer = post(running, {**BODY, "max_tokens": 5}, path)
+    assert answer.status_code == 404 and "base_url should end in /v1, once" in answer.json()["error"]["message"]
+
+
 def test_upstreams_that_no_name_leads_to_list_nothing(gateway: Any, upstream: Any) -> None:
     up = OpenAISettings(base_url=upstream(lambda request: request.answer(b"{}")).url)
     running = gateway({}, Settings(backends={"a": up, "b": up}))

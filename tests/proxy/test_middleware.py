@@ -56,6 +56,16 @@ def test_pages(opened: Any) -> None:
     assert "agentspec_build_info{" in metrics.text
 
 
+def test_anthropics_client_lists_models_page_by_page(gateway: Any) -> None:
+    names = [f"m{number}" for number in range(7)]
+    running = gateway({name: FakeBackend("fine") for name in names})
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list(limit=3)] == names
+        assert [model.id for model in client.models.list(limit=2, before_id="m5")][:2] == ["m3", "m4"]
+        with pytest.raises(anthropic.BadRequestError, match="limit"):
+            client.models.list(limit=0)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

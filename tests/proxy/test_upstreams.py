@@ -198,3 +198,19 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, tmp_path: Path)
     assert len(set(told)) == 2 and len({name for _, name in told}) == 2
     odd = send(running, body={**BODY, "session_id": 5}, authorization="Bearer key-of-alice")
     assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_later_system_messages_get_the_role_user_where_an_upstream_refuses_them(
+    gateway: Any, upstream: Any, path: str
+) -> None:
+    server = upstream(serve("somebody"))
+    said = [{"role": role, "content": role} for role in ("system", "user", "assistant", "system", "user")]
+    for setting, roles in (
+        ("anywhere", [one["role"] for one in said]),
+        ("first", "system user assistant user user".split()),
+    ):
+        running = gateway({}, settings(server.url, system_messages=setting))
+        assert send(running, path, {**BODY, "messages": said}).status_code == 200
+        assert [one["role"] for one in asked(server).json["messages"]] == roles
+        assert [one["content"] for one in asked(server).json["messages"]] == [one["content"] for one in said]

@@ -173,6 +173,7 @@ class EventWriter(ApiWriter):
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[OutputItem] = field(default_factory=list)
     _text: MessageItem | None = None  # the item that further text continues
+    _notes: list[Item] = field(default_factory=list)
     _calls: dict[int, CallItem] = field(default_factory=dict)
     _finish: str | None = None
     _usage: Usage | None = None
@@ -199,16 +200,16 @@ class EventWriter(ApiWriter):
             yield from self._write_text(MessageItem, delta.text)
         if isinstance(refusal := delta.extra.get("refusal"), str) and refusal:
             yield from self._write_text(RefusalItem, refusal)
-        for annotation in delta.extra.get("annotations") or ():
-            if type(self._text) is MessageItem and isinstance(annotation, dict):  # it is about the text before it
-                yield from self._about(self._text, self._text.annotate(annotation))
+        self._notes += [one for one in delta.extra.get("annotations") or () if isinstance(one, dict)]
+        yield from self._write_notes()
         for position, piece in enumerate(delta.extra.get("tool_calls") or ()):
             yield from self._write_call(piece, position)
 
     def close(self) -> Iterator[Event]:
         """The events that end the items. An answer without any has one empty message."""
-        if not self._items:
+        if not self._items or self._notes:
             yield from self._open_text(MessageItem())
+            yield from self._write_notes()
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
         for item in self._items:
@@ -239,6 +240,11 @@ class EventWriter(ApiWriter):
             yield from self._open_text(kind())
         assert self._text is not None
         yield from self._about(self._text, self._text.add(text))
+
+    def _write_notes(self) -> Iterator[Event]:
+        """The annotations, which wait for the text that they are about: some upstreams send them before it."""
+        while self._notes and type(self._text) is MessageItem:
+            yield from self._about(self._text, self._text.annotate(self._notes.pop(0)))
 
     def _write_call(self, piece: Mapping[str, Any], position: int) -> Iterator[Event]:
         index, function = piece.get("index", position), piece.get("function") or {}

@@ -67,7 +67,9 @@ def _head(text: str) -> str:
 MAX_QUERY_BYTES = 8192
 _QUERY = re.compile(rb"[!-~]*")
 # Azure's version, Anthropic's `?beta=true`, and what lists and streams are asked for by their page and place.
-_NAMES = frozenset("api-version beta stream include include[] starting_after limit after before order".split())
+_NAMES = frozenset(
+    "api-version beta stream include include[] starting_after limit after before after_id before_id order".split()
+)
 
 
 def check_query(scope: Scope) -> None:

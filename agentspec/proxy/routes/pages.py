@@ -17,6 +17,7 @@ from agentspec.backends.base import is_local
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.pool.backend import PoolBackend
 from agentspec.errors import (
+    InvalidRequestError,
     ModelNotFoundError,
     UpstreamStatusError,
     UpstreamTimeoutError,
@@ -92,9 +93,9 @@ class Pages:
         found = await self._objects(request)
         if "anthropic-version" not in request.headers:
             return json_response({"object": "list", "data": found})
-        data = [_as_anthropics(model) for model in found]
+        data, more = _page([_as_anthropics(model) for model in found], request.query_params)
         ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return json_response({"data": data, "has_more": False, **ends})
+        return json_response({"data": data, "has_more": more, **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -136,6 +137,19 @@ def _as_anthropics(model: Mapping[str, Any]) -> dict[str, Any]:
     made = datetime.fromtimestamp(created if type(created) is int and 0 <= created < 1 << 34 else 0, UTC)
     about = {"display_name": model["id"], "created_at": made.isoformat(), "lifecycle": "active"}
     return {"type": "model", "id": model["id"], **about}
+
+
+def _page(models: list[dict[str, Any]], query: Mapping[str, str]) -> tuple[list[dict[str, Any]], bool]:
+    """The models that `limit`, `after_id` and `before_id` ask for, and whether there are more on that side."""
+    limit = query.get("limit", "1000")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:5]) <= 1000):
+        raise InvalidRequestError("limit must be an integer from 1 to 1000", param="limit")
+    places = {model["id"]: at for at, model in enumerate(models)}
+    end = places.get(query.get("before_id", ""), len(models))
+    start = places.get(query.get("after_id", ""), -1) + 1
+    if "before_id" in query:
+        return models[max(start, end - int(limit)) : end], start < end - int(limit)
+    return models[start:end][: int(limit)], start + int(limit) < end
 
 
 def index_figures(runtime: Runtime) -> list[IndexFigures]:

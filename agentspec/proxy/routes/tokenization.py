@@ -19,7 +19,7 @@ from agentspec.protocol.requests import parse_chat
 from agentspec.protocol.validation import Body, Text, TokenIds
 from agentspec.protocol.wire import encode
 from agentspec.proxy.answer import RequestAnswer
-from agentspec.proxy.answering import parse_here, read_history, require_route, without_hosted_tools
+from agentspec.proxy.answering import asked_fields, parse_here, read_history, require_route
 from agentspec.proxy.api import json_response, respond
 from agentspec.proxy.body.amounts import check_amounts
 from agentspec.proxy.body.budget import RequestBody
@@ -130,7 +130,7 @@ class CountTokensEndpoint(GenerationEndpoint):
 
     async def answer_itself(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
         backend = context.route.backend
-        fields = without_hosted_tools(body.fields, answer, self.services.settings)
+        fields = asked_fields(body, answer, self.services.settings)
         fields = {"max_tokens": 1, **fields} if self.api.path == MESSAGES else fields
         history = await read_history(self.api, self.services.keeper, context, body)
         async with context.deadline.limit():

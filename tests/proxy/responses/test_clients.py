@@ -60,14 +60,21 @@ def test_what_is_refused_is_named_as_the_client_calls_it(running: Any, fields: d
 
 
 WEB: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+SEARCHED = {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "x"}}
+LISTED = {"type": "mcp_list_tools", "id": "l", "server_label": "s", "tools": [{"name": "f"}]}
+ADDED = {"type": "additional_tools", "role": "developer"}
+ASKED: Any = {"role": "user", "content": "hi"}
+SERVER_USE = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+FOUND = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+ANSWERED = {"role": "assistant", "content": [SERVER_USE, FOUND, {"type": "text", "text": "found"}]}
 HOSTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "beside a function": ("responses", {"tools": [TOOL, {"type": "web_search"}]}, "web_search"),
-    "chosen": (
+    "a tool after a function": ("responses", {"tools": [TOOL, {"type": "web_search"}]}, "web_search"),
+    "a chosen tool": (
         "responses",
         {"tools": [TOOL, {"type": "file_search", "vector_store_ids": ["v"]}], "tool_choice": {"type": "file_search"}},
         "file_search",
     ),
-    "alone, with what it is to show": (
+    "one tool, and what it is to show": (
         "responses",
         {
             "tools": [{"type": "code_interpreter", "container": {"type": "auto"}}],
@@ -76,26 +83,35 @@ HOSTED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "code_interpreter",
     ),
+    "items of calls": ("responses", {"input": [SEARCHED, LISTED, ASKED]}, "mcp_list_tools, web_search_call"),
+    "a tool of an item": ("responses", {"input": [{**ADDED, "tools": [TOOL, {"type": "shell"}]}, ASKED]}, "shell"),
+    "the only tool of an item": ("responses", {"input": [{**ADDED, "tools": [{"type": "mcp"}]}, ASKED]}, "mcp"),
     "Anthropic's": ("messages", {"tools": [WEB], "tool_choice": {"type": "tool", "name": "web_search"}}, WEB["type"]),
-    "of a chat": ("chat/completions", {"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
+    "blocks of calls": (
+        "messages",
+        {"messages": [ASKED, ANSWERED, {**ANSWERED, "content": [FOUND]}, ASKED]},
+        "server_tool_use, web_search_tool_result",
+    ),
+    "a tool of a chat": ("chat/completions", {"tools": [{"type": "computer_use_preview"}]}, "computer_use_preview"),
+    "a search of a chat": ("chat/completions", {"web_search_options": {"user_location": {}}}, "web_search_options"),
 }
 
 
 @pytest.mark.parametrize(("path", "fields", "named"), HOSTED.values(), ids=HOSTED)
-def test_tools_of_a_service_are_refused_or_left_out(
+def test_hosted_tools_and_their_calls_are_refused_or_dropped(
     gateway: Any, running: Any, path: str, fields: dict[str, Any], named: str
 ) -> None:
-    said = (
-        {"input": "hi"} if path == "responses" else {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
-    )
+    said = {"input": "hi"} if path == "responses" else {"messages": [ASKED], "max_tokens": 9}
     body = {"model": MODEL, **said, **fields}
     refused = HTTP.post(f"{running.url}/v1/{path}", json=body)
-    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(("tools[", "include["))
+    assert refused.status_code == 400 and refused.json()["error"]["param"].partition("[")[0] in (*fields, "tools")
     backend = FakeBackend("fine")
     answer = HTTP.post(f"{gateway({MODEL: backend}, hosted_tools='drop').url}/v1/{path}", json=body)
     assert (answer.status_code, answer.headers["x-agentspec-dropped"]) == (200, named), answer.text
-    names = [tool["function"]["name"] for tool in backend.requests[0].tools]
-    assert names == (["look"] if TOOL in fields["tools"] else [])
+    [request] = backend.requests
+    assert [tool["function"]["name"] for tool in request.tools] == (["look"] if str(TOOL) in str(fields) else [])
+    texts = [message["content"] for message in request.messages or ()]
+    assert texts == (["hi", "found", "hi"] if named.startswith("server") else ["hi"])
 
 
 def test_tokens_of_a_prompt_are_counted(running: Any) -> None:
