@@ -3,6 +3,7 @@
 # make check       everything that must hold before a change is merged: lint, documentation, types, import contracts,
 #                  and all tests but the long ones, with coverage
 # make check-long  what takes from minutes to an hour: faults and load at full length, real vLLM servers
+# make engines     compares the plug-ins with the newest vLLM, nightly builds included, and SGLang
 # make mutants     breaks the guards of exactness and of requests one by one; a test has to notice each
 #
 # PYTHON       the interpreter to build .venv with (3.11 to 3.14)
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-static check-tests check-long mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock clean
+.PHONY: help demo test check check-static check-tests check-long engines mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -97,6 +98,10 @@ check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete test
 
 .ci/deploy/.complete: .ci/deploy-env
 	-PYTHON=$(PYTHON) .ci/deploy-env .ci/deploy && touch $@
+
+engines: $(VENV)/.installed-test
+	PIP_PRE=1 PIP_EXTRA_INDEX_URL=https://wheels.vllm.ai/nightly AGENTSPEC_NEWEST_ENGINES=1 \
+		$(BIN)/python -m pytest -m long -k newest $(PYTEST_ARGS) tests/backends/vllm tests/backends/sglang
 
 mutants: CHOICE = -m mutants
 mutants: test

@@ -189,6 +189,7 @@ def check_drafter(name: str, drafter: DrafterInfo) -> Check:
     """The drafter that a vLLM server uses, as far as its metrics show it."""
     label = f"{name}: drafter"
     if drafter.name == "agentspec":
-        return Check(label, "ok", f"agentspec {drafter.version}, as vLLM's {drafter.method} method")
+        refused = "vLLM refuses min_p and logit_bias with any drafter"
+        return Check(label, "ok", f"agentspec {drafter.version}, as vLLM's {drafter.method} method; {refused}")
     detail = drafter.name or "unknown: agentspec's plug-in is not loaded there, or the server publishes no metrics"
     return Check(label, "note", detail, "docs/engines.md says how to use agentspec's drafter")

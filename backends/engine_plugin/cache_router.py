@@ -38,15 +38,17 @@ def close_at_exit(close: Callable[[], None]) -> None:
         Finalize(None, close, exitpriority=10)  # a forked process skips atexit handlers
 
 
-def open_router(settings: DrafterSettings, model: Any) -> CacheRouter:
-    """The router for a server, with its cache open, for a `model` with the fields of vLLM's `ModelConfig`.
+def open_router(settings: DrafterSettings, model: Any, place: str) -> CacheRouter:
+    """The router for a server, with its cache open, for a `model` with the fields of vLLM's `ModelConfig`. The log says
+    once that agentspec drafts in that `place`.
 
     Raises `ConfigurationError` and `CacheError`s.
     """
     chosen, cache = settings.cache, settings.cache.open()
     decode = _decoder(model) if chosen.refuse_patterns else None
     logger.info(
-        "agentspec drafts for this server: %s, %s in memory, tenant %r",
+        "agentspec drafts for this server, %s: %s, %s in memory, tenant %r",
+        place,
         without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
         chosen.memory_bytes.human_readable(),
         settings.tenant,

@@ -137,7 +137,7 @@ def _open_drafter(model: Any) -> Callable[..., TreeDrafter]:
 
     tokenizer = get_serving().tokenizer_path or get_model().model_path
     described = SimpleNamespace(hf_config=model.hf_config, tokenizer=tokenizer, tokenizer_revision=get_model().revision)
-    router = open_router(read_settings(ENGINE), described)
+    router = open_router(read_settings(ENGINE), described, "in the place of NGRAM")
     return partial(TreeDrafter, router.open, int(model.vocab_size), on_close=router.close)
 
 

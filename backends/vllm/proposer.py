@@ -44,7 +44,7 @@ def drafts_here(config: Any) -> bool:
 def open_drafter(config: Any) -> ServerDrafter:
     """The drafter for a `VllmConfig`, with its cache open. Raises `ConfigurationError` and `CacheError`s."""
     model = config.model_config
-    router = open_router(read_settings(ENGINE), model)
+    router = open_router(read_settings(ENGINE), model, "in the first model runner")
     least = float(config.speculative_config.suffix_decoding_min_token_prob)
     drafter = ServerDrafter(router.open, model.get_vocab_size(), chains=True, least=least, on_close=router.close)
     close_at_exit(drafter.close)

@@ -21,6 +21,7 @@ from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 
 KEPT = (".py", ".cpp", ".h")
+NEWEST = ["newest"] if os.environ.get("AGENTSPEC_NEWEST_ENGINES") else []  # of the index, beside pinned releases
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 Unpack = Callable[[str, str], Path]
@@ -47,16 +48,23 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def released() -> Unpack:
-    """Returns the package folder of a released wheel: only its source, unpacked, not installed, kept between runs."""
+    """Returns the package folder of a released wheel: only its source, unpacked, not installed, kept between runs.
+    The `newest` is downloaded in each.
+    """
+    fresh: set[Path] = set()
 
     def unpack(name: str, version: str) -> Path:
         kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentspec-tests"
         folder = kept / f"{name}-{version}"
+        if version in NEWEST and folder not in fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.add(folder)
         if not folder.is_dir():
             kept.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept) as scratch:
                 source = Path(scratch, "source")
-                _extract(_download(f"{name}=={version}", Path(scratch)), source)
+                wanted = name if version in NEWEST else f"{name}=={version}"
+                _extract(_download(wanted, Path(scratch)), source)
                 shutil.move(source, folder)
         return folder / name
 
@@ -69,6 +77,7 @@ def _download(requirement: str, folder: Path) -> Path:
     done = subprocess.run([*command, "--python-version=3.11", *platforms, "--dest", str(folder), requirement])
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
+        assert not NEWEST, f"{requirement} cannot be downloaded"
         pytest.skip(f"{requirement} cannot be downloaded here")
     return wheels[0]
 

@@ -1,4 +1,4 @@
-"""Puts our speculator in the place of vLLM's n-gram speculator in Model Runner V2. Experimental, off by default."""
+"""Puts our speculator in the place of vLLM's n-gram speculator in Model Runner V2, or next to a model's."""
 
 from __future__ import annotations
 
@@ -57,16 +57,14 @@ logger = logging.getLogger(__name__)
 
 
 def wanted() -> bool:
-    """Whether the operator chose it. Raises `ConfigurationError` if the switch is neither on nor off."""
-    return enabled(SWITCH, default=False)
+    """Whether the operator has not switched it off. Raises `ConfigurationError` if the switch is neither on nor off."""
+    return enabled(SWITCH)
 
 
 def take_over() -> None:
     """Replace vLLM's n-gram speculator, in this process, by ours."""
     module = import_module(_NGRAM)
-    theirs, made = module.NgramGPUSpeculator, _Maker(module.NgramGPUSpeculator)
-    module.NgramGPUSpeculator = made  # type: ignore[attr-defined]
-    logger.info("agentspec takes the place of %s in Model Runner V2 (experimental)", theirs.__name__)
+    module.NgramGPUSpeculator = _Maker(module.NgramGPUSpeculator)  # type: ignore[attr-defined]
 
 
 def wanted_hybrid() -> bool:
@@ -105,7 +103,6 @@ def join_model(made: Any, vllm_config: Any, req_states: Any) -> Any:
     made.propose = beside.propose
     setattr(made, BESIDE, beside)
     close_at_exit(beside.close)
-    logger.info("agentspec drafts beside the model of method %r (experimental)", vllm_config.speculative_config.method)
     return made
 
 
@@ -141,7 +138,9 @@ def open_retriever(config: Any, shape: PassageShape) -> Any:
 
     if not drafts_here(config):
         return None
-    router = open_router(read_settings(ENGINE), config.model_config)
+    method = config.speculative_config.method
+    beside = "" if method in METHODS else f" with the drafts of {method}"
+    router = open_router(read_settings(ENGINE), config.model_config, f"in Model Runner V2{beside}")
     return PassageRetriever(router.open, config.model_config.get_vocab_size(), shape, on_close=router.close)
 
 

@@ -71,7 +71,7 @@ hangs = threading.Event()
 StoreSync.follow = StoreSync.load = lambda *_: (hangs.set(), threading.Event().wait())  # the database does not answer
 recorder.CLOSE_SECONDS = 0.5
 model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), tokenizer=".", tokenizer_revision=None)
-router = cache_router.open_router(read_settings("VLLM"), model)
+router = cache_router.open_router(read_settings("VLLM"), model, "here")
 drafter = ServerDrafter(router.open, 1000, on_close=router.close)
 cache_router.close_at_exit(drafter.close)
 drafter.begin_state(np.arange(9, dtype=np.int32), RequestInfo())

@@ -26,7 +26,7 @@ from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
 from agentspec.backends.sglang.drafting import to_arrays
 from agentspec.cache import SuffixCache
-from tests.backends.conftest import Unpack, stored
+from tests.backends.conftest import NEWEST, Unpack, stored
 from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of
 from tests.backends.sglang.test_tree_layout import random_tree
 
@@ -46,7 +46,7 @@ extern "C" void arrange(const int* paths, int count, int last, int nodes, int* t
 """
 
 
-@pytest.fixture(scope="module", params=["0.5.23"])
+@pytest.fixture(scope="module", params=["0.5.23", *NEWEST])
 def sglang(request: pytest.FixtureRequest, released: Unpack) -> Path:
     return released("sglang", request.param)
 

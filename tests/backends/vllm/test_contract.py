@@ -9,12 +9,12 @@ import pytest
 
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.vllm.plugin import METRICS, REQUIREMENTS
-from tests.backends.conftest import Unpack
+from tests.backends.conftest import NEWEST, Unpack
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(params=["0.32.0", "0.33.0"])
+@pytest.fixture(params=["0.32.0", "0.33.0", *NEWEST])
 def vllm(request: pytest.FixtureRequest, released: Unpack) -> Path:
     return released("vllm", request.param)
 

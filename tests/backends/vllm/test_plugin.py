@@ -157,7 +157,7 @@ def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) 
     assert vllm["vllm.config.speculative"].has_arctic_inference()
     for name in ("vllm.v1.spec_decode.suffix_decoding", "vllm.v1.worker.gpu_model_runner"):
         assert vllm[name].SuffixDecodingProposer is SuffixDecodingProposer
-    assert vllm[NGRAM].NgramGPUSpeculator is Speculator  # unless asked for
+    assert vllm[NGRAM].NgramGPUSpeculator is not Speculator
 
 
 def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
@@ -182,11 +182,16 @@ def test_wrong_settings_end_the_start_and_switched_off_nothing_changes(
         plugin.install()
         assert vllm["vllm.config.speculative"].has_arctic_inference() is False
         assert vllm["vllm.v1.spec_decode.suffix_decoding"].SuffixDecodingProposer is object
-    assert vllm[NGRAM].NgramGPUSpeculator is Speculator
+    assert (vllm[NGRAM].NgramGPUSpeculator is Speculator) is not variable.startswith("AGENTSPEC_CACHE")
+
+
+def test_the_second_runner_can_be_left_alone(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "off")
+    plugin.install()
+    assert vllm["vllm.config.speculative"].has_arctic_inference() and vllm[NGRAM].NgramGPUSpeculator is Speculator
 
 
 def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "on")
     monkeypatch.setattr(runner_v2, "drafts_here", lambda config: False)
     monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
     plugin.install()
@@ -232,7 +237,6 @@ def test_what_lacks_something_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
     lacking: Requirement,
 ) -> None:
-    monkeypatch.setenv("AGENTSPEC_VLLM_V2", "on")
     shutil.rmtree(tmp_path / "source")
     first = lacking in plugin.REQUIREMENTS
     needed = plugin.REQUIREMENTS if first else runner_v2.REQUIREMENTS
@@ -311,7 +315,7 @@ def test_replicas_with_other_folder_names_share_and_other_models_and_tenants_do_
 
     with caplog.at_level(logging.INFO, "agentspec"):
         assert not drafted(str(tmp_path / "a"))
-    assert "tenant 'acme'" in caplog.text
+    assert "for this server, in the first model runner: " in caplog.text and "tenant 'acme'" in caplog.text
     assert drafted(str(tmp_path / "a")) and drafted(str(tmp_path / "b"))
     assert not drafted(str(tmp_path / "c")) and not drafted("org/name")
     assert not drafted(str(tmp_path / "a"), layers=2) and not drafted(str(tmp_path / "a"), "other")

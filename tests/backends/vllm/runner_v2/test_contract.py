@@ -20,14 +20,14 @@ from agentspec.backends.vllm.runner_v2 import plugin
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.cache import SuffixCache
-from tests.backends.conftest import Unpack
+from tests.backends.conftest import NEWEST, Unpack
 from tests.backends.vllm.runner_v2.conftest import DRAFTED, LONGEST, REQUESTS, VOCABULARY, Runner, text
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 FOLDER = Path("v1/worker/gpu/spec_decode")
 
 
-@pytest.fixture(params=["0.32.0", "0.33.0"])
+@pytest.fixture(params=["0.32.0", "0.33.0", *NEWEST])
 def vllm(request: pytest.FixtureRequest, released: Unpack) -> Path:
     return released("vllm", request.param)
 
