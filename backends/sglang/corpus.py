@@ -138,13 +138,14 @@ class TokenCacheCorpus(ExternalTexts):
         *,
         draft_token_num: int,
         external_corpus_max_tokens: int,
+        adapter_path: Callable[[str], str] = lambda adapter: "",
     ) -> None:
         """`drafter` makes the drafter with these texts as `shared`; None where another rank drafts. `group` is SGLang's
         `GroupCoordinator`. `draft_token_num` counts the last token of the context too.
         """
         super().__init__(external_corpus_max_tokens)
         self.draft_token_num = draft_token_num
-        self._group = group
+        self._group, self._adapter_path = group, adapter_path
         self._live: dict[str, _Live] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
         self._drafter = drafter and drafter(shared=[self.sourced])
@@ -218,8 +219,12 @@ class TokenCacheCorpus(ExternalTexts):
         if (before := self._live.pop(req.rid, None)) is not None:
             self._drafter.end(before.state, Ending.ABORTED)
         prompt = np.array(req.origin_input_ids_unpadded, dtype=np.int32)
-        live = self._live[req.rid] = _Live(req, self._drafter.begin_state(prompt, request_info(req)))
+        live = self._live[req.rid] = _Live(req, self._drafter.begin_state(prompt, self._info(req)))
         self._record(live, req.output_ids)
+
+    def _info(self, req: Any) -> RequestInfo:
+        info = request_info(req)
+        return replace(info, adapter_path=self._adapter_path(info.adapter)) if info.adapter else info
 
     def _record(self, live: _Live, output: Sequence[int]) -> None:
         if self._drafter is not None and len(output) > live.recorded:

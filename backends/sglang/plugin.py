@@ -56,6 +56,8 @@ REQUIREMENTS = (
     Requirement("sglang.srt.runtime_context", "get_parallel"),
     Requirement("sglang.srt.runtime_context", "get_serving"),
     Requirement("sglang.srt.runtime_context", "get_model"),
+    Requirement("sglang.srt.model_executor.model_runner", "ModelRunner", ("lora_manager",)),
+    Requirement("sglang.srt.lora.lora_manager", "LoRAManager", ("lora_refs",)),
     Requirement("sglang.srt.configs.model_config", "ModelConfig", ("hf_config", "vocab_size")),
 )
 """What the drafter calls, replaces or reads inside SGLang."""
@@ -98,7 +100,7 @@ def worker_with_cache(base: Any) -> Any:
         def __init__(self, server_args: Any, gpu_id: Any, nccl_port: Any, target_worker: Any, **more: Any) -> None:
             module = vars(sys.modules[base.__module__])
             theirs = module["NgramCorpus"]
-            module["NgramCorpus"] = lambda **options: open_corpus(target_worker.model_runner.model_config, **options)
+            module["NgramCorpus"] = lambda **options: open_corpus(target_worker.model_runner, **options)
             try:
                 super().__init__(server_args, gpu_id, nccl_port, target_worker, **more)
             finally:
@@ -116,20 +118,25 @@ def worker_with_cache(base: Any) -> Any:
     return TokenCacheWorker
 
 
-def open_corpus(model: Any, *, draft_token_num: int, external_corpus_max_tokens: int, **_: Any) -> TokenCacheCorpus:
-    """The corpus of this rank for SGLang's `ModelConfig`; options that size SGLang's own trie have no effect.
+def open_corpus(runner: Any, *, draft_token_num: int, external_corpus_max_tokens: int, **_: Any) -> TokenCacheCorpus:
+    """The corpus of this rank for SGLang's `ModelRunner`; options that size SGLang's own trie have no effect.
 
     Raises `ConfigurationError` and `CacheError`s.
     """
     from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     group = get_tp_group()
-    drafter = _open_drafter(model) if group.rank_in_group == 0 else None
-    corpus = TokenCacheCorpus(
-        drafter, group, draft_token_num=draft_token_num, external_corpus_max_tokens=external_corpus_max_tokens
-    )
+    drafter = _open_drafter(runner.model_config) if group.rank_in_group == 0 else None
+    sizes = {"draft_token_num": draft_token_num, "external_corpus_max_tokens": external_corpus_max_tokens}
+    corpus = TokenCacheCorpus(drafter, group, adapter_path=partial(_adapter_path, runner), **sizes)
     close_at_exit(corpus.close)
     return corpus
+
+
+def _adapter_path(runner: Any, adapter: str) -> str:
+    """The folder of a LoRA adapter; its id is another at each start."""
+    loaded = runner.lora_manager.lora_refs.get(adapter) if runner.lora_manager else None
+    return (loaded and loaded.lora_path) or ""
 
 
 def _open_drafter(model: Any) -> Callable[..., TreeDrafter]:

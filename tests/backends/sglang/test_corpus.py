@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import PREDICTION
+from agentspec.backends.engine_plugin.request_state import PREDICTION, PrivateCache, RequestState
 from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
-from agentspec.cache import SuffixCache
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.types import Labels
 from tests.backends.conftest import stored
@@ -169,6 +170,49 @@ def test_a_prediction_is_drafted_from_before_everything_else(corpora: Corpora) -
     edited = [*TEXT[:20], 7, 8, *TEXT[20:]]
     server.run(Req("c", [1], edited, sampling_params=params))
     assert server.steps < len(edited) / 3
+
+
+def test_what_is_forgotten_during_a_request_does_not_come_back(corpora: Corpora, cache: SuffixCache) -> None:
+    server = scheduler(corpora())
+    server.run(Req("a", [1], TEXT))
+    req = Req("b", [2], [])
+    assert first_tree(server.worker.ngram_corpus, req, TEXT) == NODES - 1
+    cache.forget(tenant="default")
+    req.output_ids.extend(TEXT[1:9])
+    server.worker.ngram_corpus.see([req])
+    tokens, _ = server.worker.ngram_corpus.batch_get(["b"], [[2, *TEXT[:9]]], [10])
+    assert not set(tokens.tolist()) & set(TEXT[9:])
+    req.finish(9)
+    server.worker.ngram_corpus.finish("b")
+    assert server.worker.ngram_corpus.flush() and stored(cache) == []
+
+
+@pytest.mark.parametrize("requests", [1000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_requests_leave_nothing_behind_in_memory(corpora: Corpora, requests: int) -> None:
+    """Salted or not, in groups, finished, aborted, and gone without a word."""
+    corpus, rng, kinds = corpora(), random.Random(1), (RequestState, CacheRequest, PrivateCache)
+    for number in range(requests):
+        params = custom(agentspec_group=f"g{number // 4}", agentspec_store=rng.choice(["on", "off", "off"]))
+        salt = rng.choice([None, "pepper", "x"])
+        req = Req(f"{number}", [1, number % 900], [], sampling_params=params, cache_salt=salt)
+        req.output_ids.extend([number % 900, 5])
+        corpus.see([req])
+        corpus.batch_get([req.rid], [[1, number % 900, 5]], [4])
+        match rng.randrange(3):
+            case 0:
+                req.finish(2, type=rng.choice(["stop", "abort", "length"]))
+                corpus.finish(req.rid)
+            case 1:
+                corpus.reset()
+            case _:
+                del req
+                corpus.erase_match_state([])
+    corpus.erase_match_state([])
+    corpus.reset()
+    assert corpus.flush(60.0)
+    gc.collect()
+    left = [type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds)]
+    assert len(left) <= 1, left
 
 
 def test_external_texts_serve_everyone(corpora: Corpora) -> None:

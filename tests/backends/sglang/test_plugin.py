@@ -88,9 +88,11 @@ def created(sglang: SimpleNamespace, original: Any) -> Any:
     return hook(lambda algorithm, server_args: original, "NGRAM", "arguments")
 
 
-def start(chosen: Any) -> Any:
+def start(chosen: Any, **adapters: str) -> Any:
     model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}), vocab_size=100)
-    return chosen("arguments", 0, 1, target_worker=SimpleNamespace(model_runner=SimpleNamespace(model_config=model)))
+    refs = {name: SimpleNamespace(lora_path=path) for name, path in adapters.items()}
+    runner = SimpleNamespace(model_config=model, lora_manager=SimpleNamespace(lora_refs=refs) if refs else None)
+    return chosen("arguments", 0, 1, target_worker=SimpleNamespace(model_runner=runner))
 
 
 def test_the_ngram_worker_drafts_from_our_cache(
@@ -113,6 +115,29 @@ def test_the_ngram_worker_drafts_from_our_cache(
     assert tokens.tolist() == [2, 3, 4, 5, 6, 7, 8, 9] and mask.sum() == NODES * (NODES + 1) / 2
     worker.note_request_finished(rid="a", natural_stop=True)
     assert worker.finished == ["a"]
+
+
+def test_an_adapter_is_known_by_its_files(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang gives it another id at each start."""
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", str(tmp_path / "cache"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    plugin.install()
+    found = []
+    for adapter in ("one", "two", "gone"):
+        worker = start(created(sglang, sglang.worker), one=str(tmp_path), two=str(tmp_path))
+        req = Req("a", [50], range(20), lora_id=adapter)
+        req.take([0, 1, 2])
+        for _ in range(2):
+            tokens, _ = worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
+            assert worker.ngram_corpus.flush()
+        found.append(tokens.tolist()[:4] == [2, 3, 4, 5])
+        req.take(range(3, 20))
+        worker.note_request_finished(rid="a", natural_stop=True)
+        worker.ngram_corpus.close()
+    assert found == [False, True, False]
 
 
 def test_ranks_but_the_first_open_no_cache(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
