@@ -69,3 +69,19 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     `InvalidRequestError` for an index given twice or an unknown source.
     """
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
+
+
+# Passages, for engines that find on the device where in them a text has got to.
+
+Passages = _native.Passages
+"""The end of one request's text, and its likeliest continuations: `rows` rows of `width` tokens, of which the first
+`overlap` are text before them. `advance` follows further tokens; `left` is the most tokens that a row has left, 0 where
+the text differs from all. One thread at a time may use it."""
+
+PassageJob = tuple[Passages, IndexDrafter | None, Sequence[Sourced], Sequence[int]]
+"""A request's passages, the drafter and the indexes to search for others with, and what goes before those found."""
+
+find_passages = _native.find_passages
+"""Replace the passages of all jobs by paths of draft trees of at most `nodes` nodes, searched for in one call. None
+holds a token that is not below `vocabulary`. Returns those of all jobs, one after the other, filled up with -1. Raises
+as `propose_batch`, before anything is replaced."""

@@ -19,7 +19,7 @@ from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, Rou
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
-PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and again for the indexes' locks
+PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and that its searches have together
 CLOSE_SECONDS = 30.0  # that a cache which hangs may hold up the end of the server
 
 logger = logging.getLogger(__name__)

@@ -146,7 +146,7 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "cache deletions finished group length output_length predicted prompt_length ready recorded request source"
+        "cache finished group length output_length predicted prompt_length ready recorded request source"
         " stopped tenant tree"
     ).split()
 
@@ -159,7 +159,6 @@ class RequestState:
         self.ready = threading.Event()  # set also if opening the cache failed
         self.recorded = True  # its output goes to the cache
         self.group: list[RequestState] = []  # the open requests of its group
-        self.deletions = Deletions.count
         self.tenant, self.source = "private", "cache"  # by which drafts are counted
         self.tree = EMPTY_TREE  # the last draft
         self.predicted = PredictedText(request.prediction) if request.prediction and request.speculation else None
@@ -205,11 +204,6 @@ class RequestState:
     def drafts(self) -> bool:
         """Whether drafts are made for the request."""
         return self.request.speculation and not self.finished
-
-    def lost_text(self) -> bool:
-        """Whether text was deleted since the last call, which may be among what was found to follow."""
-        before, self.deletions = self.deletions, Deletions.count
-        return before != self.deletions
 
     @property
     def indexes(self) -> list[Sourced]:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,11 @@ def learn_call(ours: Any, call: dict[str, Any]) -> int:
     if isinstance(ours, ServerDrafter):
         request: Any = ours.begin_state(prompt, info)
         ours.record(request, answer)
+        ours.end(request)
     else:
         request = ours.begin(prompt, info)
-        ours.advance([(request, answer)])
-    ours.end(request)
+        ours.after(None, partial(ours.advance, [(request, answer)]))
+        ours.after(None, partial(ours.end, request))
     if not ours.flush(FLUSH_SECONDS):
         raise RuntimeError(f"the cache did not take a call in within {FLUSH_SECONDS:g} s")
     return 1

@@ -18,6 +18,7 @@
 
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
+#include "drafting/passages.hpp"
 #include "drafting/workers.hpp"
 #include "index/suffix_index.hpp"
 #include "storage/checksum.hpp"
@@ -141,6 +142,16 @@ nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::option
         jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
     return arrays_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
+}
+
+using Search = std::tuple<Passages*, std::optional<const Drafter*>, Indexes, std::vector<Token>>;
+
+Output<Token> passages_of(const std::vector<Search>& asked, std::size_t nodes, Token vocabulary) {
+    std::vector<PassageJob> jobs;
+    for (const auto& [passages, drafter, indexes, first] : asked) {
+        jobs.push_back({passages, drafter.value_or(nullptr), sourced(indexes), first});
+    }
+    return array_of(unlocked([&] { return find_passages(jobs, nodes, vocabulary); }));
 }
 
 void bind_index(nb::module_& m) {
@@ -267,6 +278,21 @@ void bind_drafter(nb::module_& m) {
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 
+void bind_passages(nb::module_& m) {
+    nb::class_<Passages>(m, "Passages")
+        .def(
+            "__init__",
+            [](Passages* self, const Input<Token>& text, std::size_t rows, std::size_t overlap, std::size_t width) {
+                new (self) Passages(view(text), {rows, overlap, width});
+            },
+            "text"_a.noconvert(), nb::kw_only(), "rows"_a, "overlap"_a, "width"_a)
+        .def(
+            "advance", [](Passages& self, const Input<Token>& fresh) { self.advance(view(fresh)); },
+            "fresh"_a.noconvert())
+        .def_prop_ro("left", &Passages::left);
+    m.def("find_passages", &passages_of, "jobs"_a, "nodes"_a, "vocabulary"_a = kMostToken + 1);
+}
+
 /// The errors of the core as those of the package.
 void raise_own(const std::exception_ptr& thrown, void*) {
     const auto raise = [](const char* name, const std::exception& error) {
@@ -300,4 +326,5 @@ NB_MODULE(_native, m) {
     });
     bind_index(m);
     bind_drafter(m);
+    bind_passages(m);
 }

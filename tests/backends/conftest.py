@@ -16,7 +16,6 @@ import pytest
 
 from agentspec.backends.engine_plugin import cache_router, drafter  # what an engine opens by its own configuration
 from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 
@@ -42,8 +41,7 @@ def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[l
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that wait for their drafts however busy the machine is: here it matters what is found, not when."""
-    for module in (drafter, retrieval):
-        monkeypatch.setattr(module, "PATIENCE", 60.0)
+    monkeypatch.setattr(drafter, "PATIENCE", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,15 @@ more, and is chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from agentspec.backends.vllm.runner_v2.matching import DEPTH
+from agentspec.backends.vllm.runner_v2.matching import DEPTH, last_sampled
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledStep, shared_by_ranks
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens, shared_by_ranks
 from agentspec.cache.tokens import Tokens
 
 NEVER = DEPTH + 1
@@ -53,7 +54,7 @@ class RequestChoice:
 
 
 class DrafterChoice:
-    """What both drafters are expected to gain with drafts of `drafted` tokens. One thread calls its methods.
+    """What both drafters are expected to gain with drafts of `drafted` tokens. One thread has it learn, one asks it.
 
     Both are judged in each step by the tokens that the step confirmed, whichever of them was verified.
     """
@@ -130,7 +131,7 @@ class HybridSpeculator(PassageSpeculator):
         ours = torch.full_like(model, _NO_TOKEN)
         if self._retriever is not None:
             count = how.get("num_speculative_tokens")
-            with self._failures.caught(), self._retriever.recorded_later():
+            with self._failures.caught():
                 ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count)
         ours = shared_by_ranks(ours)
         used = ours[:, :1] >= 0
@@ -151,14 +152,15 @@ class HybridSpeculator(PassageSpeculator):
         The model drafted the first `count` tokens of its rows; None: all.
         """
         drafted = torch.full_like(rows, model.shape[1] if count is None else count)
-        self._read_arrived()
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        self._send(self._noted(own, lengths, rows, sampled), requests)  # first: what follows may fail
+        self._send(retriever, self._noted(own, lengths, rows, sampled), requests)  # first: what follows may fail
+        self._upload(retriever, requests, batch.idx_mapping_np.tolist())
         ours = torch.zeros_like(model)
-        match = self._match(own, lengths, batch.idx_mapping[: len(requests)], sampled, self._found(requests), ours)
+        mapping, ends = batch.idx_mapping[: len(requests)], self._ends[: len(requests)]
+        match = self._match(own, lengths, mapping, sampled, self._passages, ours, ends)
         match = torch.where(sampled[: len(requests)] > 0, match, 0)
-        least = self._uploaded(torch.tensor([self._least(request) for request in requests], dtype=torch.int64))
+        least = self._to_device(torch.tensor([self._least(request) for request in requests], dtype=torch.int64))
         used = (match >= least) & (ours < self._known_tokens()).all(dim=1)
         for kept, new in (
             (self._last_ours, ours),
@@ -183,7 +185,7 @@ class HybridSpeculator(PassageSpeculator):
         """Of each request: the number of new tokens, the last match, whether it was used, how many tokens the model
         drafted, how many of both drafts came true; then the new tokens.
         """
-        tokens = self._sampled(own, lengths, rows, sampled)
+        tokens = last_sampled(own, lengths, rows, sampled, self.num_speculative_steps + 1)
         count = tokens[:, :1].long()
         steps = torch.arange(self.num_speculative_steps, device=own.device)
         places = (lengths.index_select(0, rows).long()[:, None] - count + steps).clamp(0, own.shape[1] - 1)
@@ -194,11 +196,13 @@ class HybridSpeculator(PassageSpeculator):
         notes = (kept.index_select(0, rows)[:, None] for kept in noted)
         return torch.cat((count, *notes, *right, tokens[:, 1:]), dim=1).int()
 
-    def _take(self, retriever: PassageRetriever, step: SampledStep) -> None:
+    def _take(
+        self, retriever: PassageRetriever, sampled: SampledTokens, requests: Sequence[PassageRequest | None]
+    ) -> None:
         """Learn which draft was right, and take in the tokens."""
         verified: list[tuple[PassageRequest, Tokens]] = []
         others: list[tuple[PassageRequest, Tokens]] = []
-        news = zip(step.requests, step.sampled.rows(), step.sampled.notes(_NOTES), strict=True)
+        news = zip(requests, sampled.rows(), sampled.notes(_NOTES), strict=True)
         for request, tokens, (known, match, used, drafted, ours, model) in news:
             if request is None:
                 continue

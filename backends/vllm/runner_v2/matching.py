@@ -36,6 +36,13 @@ def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: i
     return torch.where((match == 0)[:, None] | (chosen < 0), fallback, chosen), match
 
 
+def last_sampled(own: Tensor, lengths: Tensor, rows: Tensor, sampled: Tensor, count: int) -> Tensor:
+    """Of the requests in `rows` how many tokens were `sampled`, then the last `count` ones, which hold them; int32."""
+    places = lengths.index_select(0, rows).long()[:, None] - count + torch.arange(count, device=own.device)
+    tokens = own.take(rows[:, None] * own.shape[1] + places.clamp(min=0)).masked_fill(places < 0, 0)
+    return torch.cat((sampled[:, None], tokens), dim=1).int()
+
+
 def _last_tokens(own: Tensor, lengths: Tensor) -> Tensor:
     """The last `DEPTH` tokens of each request, the newest last; -2 before its beginning."""
     places = lengths.long()[:, None] - DEPTH + torch.arange(DEPTH, device=own.device)

@@ -56,7 +56,7 @@ def _scan(
                 best = tl.max(tl.where(found > 0, found * scale + places, 0), axis=0)
         else:
             places = tl.arange(0, WIDTH_2).to(tl.int64)
-            first = ((request * COUNT) + part - blocks) * WIDTH
+            first = (row * COUNT + part - blocks) * WIDTH
             after = tl.load(passages + first + places, mask=places < WIDTH, other=-1)
             found = _match_lengths(passages + first, places, (after >= 0) & (places >= OVERLAP), end, length, DEPTH)
             rank = columns + COUNT * WIDTH - ((part - blocks) * WIDTH + places)
@@ -66,10 +66,13 @@ def _scan(
 
 @triton.jit
 def _draft(
-    own, own_stride, rows, lengths, passages, scores, drafts, columns, parts,
+    own, own_stride, rows, lengths, sampled, passages, scores, drafts, ends, columns, parts,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, PARTS_2: tl.constexpr, DRAFT: tl.constexpr, DRAFT_2: tl.constexpr,
+    END: tl.constexpr, END_2: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the tokens after the best place; the request's last token where there are none."""
+    """Write the tokens after the best place, or the request's last token where there are none; and how many tokens were
+    sampled, before the last tokens of the text.
+    """
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int64)
@@ -84,10 +87,15 @@ def _draft(
     of_own = inside & (rank < columns)
     text = own + row * own_stride
     left = tl.maximum(length - rank, 1)
-    found = tl.load(passages + request * COUNT * WIDTH + place + ahead, mask=of_passage, other=-1)
+    found = tl.load(passages + row * COUNT * WIDTH + place + ahead, mask=of_passage, other=-1)
     found = tl.where(of_own, tl.load(text + rank + ahead % left, mask=of_own, other=-1), found)
     last = tl.load(text + length - 1, mask=length > 0, other=0)
     tl.store(drafts + request * DRAFT + ahead, tl.where(found < 0, last, found).to(tl.int64), mask=ahead < DRAFT)
+    column = tl.arange(0, END_2).to(tl.int64)
+    of_text = (column > 0) & (column < END) & (length - END + column >= 0)
+    token = tl.load(text + length - END + column, mask=of_text, other=0)
+    count = tl.load(sampled + request).to(tl.int32)
+    tl.store(ends + request * END + column, tl.where(column == 0, count, token), mask=column < END)
 
 
 class PassageMatcher:
@@ -95,7 +103,7 @@ class PassageMatcher:
 
     def __init__(self, requests: int, columns: int, shape: PassageShape, device: torch.device) -> None:
         self._columns, self._parts = columns, triton.cdiv(columns, _BLOCK) + shape.rows
-        self._overlap = shape.overlap
+        self._shape = shape
         self._scores = torch.zeros((requests, self._parts), dtype=torch.int64, device=device)
 
     def draft(
@@ -106,21 +114,24 @@ class PassageMatcher:
         sampled: torch.Tensor,
         passages: torch.Tensor,
         drafts: torch.Tensor,
+        ends: torch.Tensor,
     ) -> torch.Tensor:
-        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous; returns how
-        many tokens are equal before the place of each, int64 (requests).
+        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous, and its
+        `matching.last_sampled` into `ends`; returns how many tokens are equal before the place of each, int64.
 
-        `own` (all rows, columns) and `lengths` (all rows) are int32, `rows` (requests) says which row each request has.
-        Requests with `sampled` (requests) of 0 are still reading their prompt: nothing is looked up for them.
+        `own` (all rows, columns), `lengths` (all rows) and `passages` (all rows, all their tokens) are int32, `rows`
+        (requests) says which row each request has. Requests with `sampled` (requests) of 0 are still reading their
+        prompt: nothing is looked up for them.
         """
-        requests, count, width = passages.shape
-        tokens = drafts.shape[1]
+        count, overlap, width, _ = self._shape
+        requests, tokens = drafts.shape
         _scan[(requests, self._parts)](
             own, own.stride(0), rows, lengths, sampled, passages, self._scores, self._columns,
-            count, width, triton.next_power_of_2(width), self._overlap, DEPTH, _BLOCK,
+            count, width, triton.next_power_of_2(width), overlap, DEPTH, _BLOCK,
         )  # fmt: skip
         _draft[(requests,)](
-            own, own.stride(0), rows, lengths, passages, self._scores, drafts, self._columns, self._parts,
-            count, width, triton.next_power_of_2(self._parts), tokens, triton.next_power_of_2(tokens),
+            own, own.stride(0), rows, lengths, sampled, passages, self._scores, drafts, ends, self._columns,
+            self._parts, count, width, triton.next_power_of_2(self._parts), tokens, triton.next_power_of_2(tokens),
+            ends.shape[1], triton.next_power_of_2(ends.shape[1]),
         )  # fmt: skip
         return self._scores[:requests].amax(dim=1) // (self._columns + count * width + 1)

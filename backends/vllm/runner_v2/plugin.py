@@ -20,6 +20,7 @@ _NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _PROPOSE = ("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled")
 _SPECULATOR = ("drafts", "max_num_reqs", "max_model_len", "num_speculative_steps", "req_states", "device")
+_BATCH = ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
 REQUIREMENTS = (
     Requirement(_NGRAM, "NgramGPUSpeculator", _SPECULATOR),
     Requirement(_NGRAM, "NgramGPUSpeculator.__init__", ("vllm_config", "device", "req_states")),
@@ -28,7 +29,9 @@ REQUIREMENTS = (
     Requirement(_RUNNER, "GPUModelRunner.add_requests", ("scheduler_output",)),
     Requirement(_RUNNER, "GPUModelRunner.finish_requests", ("scheduler_output",)),
     Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len")),
-    Requirement("vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping")),
+    Requirement(
+        "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
+    ),
     Requirement("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", ("gpu",)),
     Requirement("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "prefill_token_ids")),
     Requirement("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids", "finished_req_ids")),

@@ -1,28 +1,63 @@
-"""The host's part: follows the outputs as they become known, records them, and retrieves passages from the cache."""
+"""The host's part: follows the outputs as they become known, records them, and retrieves passages from the cache.
+
+A thread of its own does all of this between the engine's steps. The engine's thread hands over what is on its way from
+the device, and takes the passages that are ready: it waits for no search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import SimpleQueue
 from time import perf_counter
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter
-from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
-from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, likeliest_paths, passages
-from agentspec.cache.index import DEPTH, DraftJob
-from agentspec.cache.tokens import Tokens
+from agentspec.backends.engine_plugin.recorder import CLOSE_SECONDS, Open, OutputUpdate, RecordingDrafter
+from agentspec.backends.engine_plugin.request_state import Deletions, Ending, RequestInfo, RequestState
+from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows
+from agentspec.cache.index import PassageJob, Passages, find_passages
+from agentspec.cache.tokens import EMPTY, Tokens
+
+logger = logging.getLogger(__name__)
 
 
 class PassageRequest:
-    """A request: its state, the last tokens of its text as far as the host knows it, and the passages found last."""
+    """A request: its state, its text as far as the host knows it, and the passages found last, which never change."""
 
-    __slots__ = ("context", "drafted", "passages", "preempted", "state")
+    __slots__ = ("deletions", "drafted", "passages", "preempted", "state", "text")
 
-    def __init__(self, state: RequestState, text: Tokens, passages: Rows) -> None:
-        self.state, self.context, self.passages = state, text[-DEPTH:], passages
+    def __init__(self, state: RequestState, text: Passages, passages: Rows) -> None:
+        self.state, self.text, self.passages = state, text, passages
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins again, with its output so far
+        self.deletions = Deletions.count  # before its passages were searched for
+
+
+class Arrival(Protocol):
+    """Tokens on their way from the device to the host."""
+
+    def arrived(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Task(NamedTuple):
+    """What the search's thread does once `tokens` have arrived."""
+
+    act: Callable[[], object]
+    tokens: Arrival | None = None
+
+    def ready(self) -> bool:
+        return self.tokens is None or self.tokens.arrived()
+
+    def do(self) -> None:
+        if self.tokens is not None:
+            self.tokens.wait()
+        self.act()
 
 
 class PassageRetriever(RecordingDrafter):
@@ -38,63 +73,116 @@ class PassageRetriever(RecordingDrafter):
     ) -> None:
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
+        self.nothing: Rows = np.full(shape.rows * shape.width, NO_TOKEN, dtype=np.int32)
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
+        self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
+        self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
+        self._thread.start()
 
-    def begin(self, prompt: Tokens, info: RequestInfo) -> PassageRequest:
-        """Follow a new request."""
-        return PassageRequest(self.begin_state(prompt, info), prompt, passages([], prompt, self._shape))
+    def begin(self, prompt: Tokens, info: RequestInfo, output: Tokens = EMPTY) -> PassageRequest:
+        """Follow a new request, or one that goes on after `output`."""
+        shape = self._shape
+        text = Passages(prompt, rows=shape.rows, overlap=shape.overlap, width=shape.width)
+        request = PassageRequest(self.begin_state(prompt, info), text, self.nothing)
+        if len(output):
+            self.after(None, partial(self._resume, request, output))
+        self._recorder.run(partial(self.after, None, partial(self._want, request)))  # once its cache is open
+        return request
 
-    def advance(self, outputs: Sequence[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
+    def after(self, tokens: Arrival | None, act: Callable[[], object]) -> None:
+        """Have the search's thread do something once `tokens` have arrived and what it was given before is done."""
+        self._tasks.put(Task(act, tokens))
+
+    def advance(self, outputs: Iterable[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
         """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens, if a draft
-        came before them.
+        came before them. In the search's thread.
         """
         updates: list[OutputUpdate] = []
         for request, fresh in outputs:
-            if len(fresh):
-                count = drafted if request.drafted and request.state.drafts else 0
-                tokens = request.state.advance(fresh)
-                request.context = np.concatenate((request.context, fresh))[-DEPTH:]
-                request.drafted = True
-                updates.append(OutputUpdate(request.state, tokens, count, len(fresh) - 1 if count else 0))
-        if updates:
-            self._recorder.extend(updates)
+            if not len(fresh):
+                continue
+            count = drafted if request.drafted and request.state.drafts else 0
+            accepted = len(fresh) - 1 if count else 0
+            updates.append(OutputUpdate(request.state, request.state.advance(fresh), count, accepted))
+            request.drafted = True
+            request.text.advance(fresh)
+            if request.text.left < self._shape.least:
+                self._want(request)
+        self._later.append(partial(self._recorder.extend, updates))
+
+    def newest(self, request: PassageRequest | None) -> Rows:
+        """The passages that the device should have. None that were found before text was deleted, which may hold it."""
+        if request is None:
+            return self.nothing
+        if request.deletions != Deletions.count and request.passages is not self.nothing:
+            self.after(None, partial(self._want, request))
+            return self.nothing
+        return request.passages
 
     def end(self, request: PassageRequest) -> None:
-        """End a request and keep its output, unless that was aborted or goes on later."""
-        self._recorder.end(request.state, Ending.ABORTED if request.preempted else request.state.ending)
+        """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
+        self._wanted.pop(request, None)
+        ending = Ending.ABORTED if request.preempted else request.state.ending
+        self._later.append(partial(self._recorder.end, request.state, ending))
 
-    def retrieve(self, requests: Sequence[PassageRequest | None]) -> Rows:
-        """Passages for each request, as an int32 array (requests, count, width), filled up with -1."""
-        started = perf_counter()
-        found = np.full((len(requests), self._shape.rows, self._shape.width), NO_TOKEN, dtype=np.int32)
-        with self._failures.caught():
-            self._fill(found, requests)
-        drafted = np.count_nonzero(found[:, :, self._shape.overlap :] >= 0, axis=(1, 2))
-        self.stats.add(perf_counter() - started, drafted.tolist())
-        return found
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until all that was asked for is done, with tokens that are on their way."""
+        done, opened = threading.Event(), super().flush(timeout)
+        self.after(None, lambda: self._later.append(done.set))
+        return opened and done.wait(timeout) and super().flush(timeout)
 
-    def _fill(self, found: Rows, requests: Sequence[PassageRequest | None]) -> None:
-        shape = self._shape
-        trees = self._rounds.search([self._job(request) for request in requests], PATIENCE)
-        for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            if request is None or not request.state.drafts:
-                continue
-            if request.state.lost_text() and tree is None:
-                request.passages = self._passages([], request)
-            if tree is not None:  # else what was found before still serves, as far as the text goes on like it
-                request.passages = self._passages(likeliest_paths(tree, shape.rows), request)
-            found[row] = request.passages
-            if predicted := request.state.from_prediction(shape.ahead):
-                found[row, 1:] = request.passages[:-1]
-                found[row, 0] = self._passages([predicted], request)[0]
+    def close(self) -> None:
+        """Record all tokens that were sampled, in at most `CLOSE_SECONDS` each, then stop. Idempotent."""
+        self._tasks.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("agentspec: the last tokens did not arrive within %.0f s", CLOSE_SECONDS)
+        super().close()
 
-    def _job(self, request: PassageRequest | None) -> DraftJob | None:
-        """The search for a request; None if it has no cache, not yet or not any more, or wants no drafts."""
-        if request is None or not request.state.drafts or (cache := request.state.cache) is None:
-            return None
-        return cache.drafter, request.state.indexes, request.context, self._shape.nodes, 0.0, False
+    def _work(self) -> None:
+        task = self._tasks.get()
+        while task is not None:
+            with self._failures.caught():
+                task.do()
+            if more := not self._tasks.empty():
+                task = self._tasks.get()
+            if not more or task is None or not task.ready():
+                self._search()
+            if not more:
+                task = self._tasks.get()
 
-    def _passages(self, paths: Sequence[list[int]], request: PassageRequest) -> Rows:
-        """The paths as passages, each up to the first token that is not in the model's vocabulary."""
-        most = self._vocabulary
-        legal = [path[: next((i for i, token in enumerate(path) if token >= most), len(path))] for path in paths]
-        return passages(legal, request.context, self._shape)
+    def _resume(self, request: PassageRequest, output: Tokens) -> None:
+        self.advance([(request, output)])
+        request.drafted = False
+
+    def _want(self, request: PassageRequest) -> None:
+        if request.state.drafts:
+            self._wanted[request] = None
+
+    def _search(self) -> None:
+        """Find passages for all requests whose own are used up or differ from the text, then have it recorded."""
+        started, requests = perf_counter(), list(self._wanted)
+        self._wanted.clear()
+        if requests:
+            with self._failures.caught():
+                self._find(requests, started)
+        later, self._later = self._later, []
+        for act in later:
+            act()
+
+    def _find(self, requests: Sequence[PassageRequest], started: float) -> None:
+        shape, deletions = self._shape, Deletions.count
+        found = find_passages([self._job(request) for request in requests], shape.nodes, self._vocabulary)
+        found = found.reshape(len(requests), -1)
+        for request, passages in zip(requests, found, strict=True):
+            request.passages, request.deletions = passages, deletions  # in this order, for the other thread
+        self.stats.searched(len(requests), missed=0)
+        tokens = found.reshape(len(requests), shape.rows, shape.width)[:, :, shape.overlap :] >= 0
+        self.stats.add(perf_counter() - started, np.count_nonzero(tokens, axis=(1, 2)).tolist())
+
+    def _job(self, request: PassageRequest) -> PassageJob:
+        predicted, cache = request.state.from_prediction(self._shape.ahead), request.state.cache
+        if cache is None:  # not open, or failed
+            return request.text, None, (), predicted
+        return request.text, cache.drafter, request.state.indexes, predicted

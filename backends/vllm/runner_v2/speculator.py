@@ -1,15 +1,16 @@
 """A speculator for vLLM's Model Runner V2 that drafts from own text and from passages that the host retrieved.
 
 Mixed into vLLM's n-gram speculator, which keeps the texts of all requests on the device. Nothing here waits for the
-device: what a step sampled is copied to the host and read once the copy has arrived, one or two steps later.
+device or for a search: what a step sampled is copied to the host, where the retriever's thread reads it once it has
+arrived. Passages that this thread found are on the device from the next step on, until it finds others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
-from agentspec.backends.vllm.runner_v2.passages import PassageShape, shape_for
+from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, shape_for
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
 from agentspec.cache.tokens import Tokens
 
@@ -53,13 +54,6 @@ class SampledTokens:
         return [row[len(row) - count :] for row, count in ((row[1:], int(row[0])) for row in self._host.numpy())]
 
 
-class SampledStep(NamedTuple):
-    """A step whose tokens are on their way, and the requests of its rows."""
-
-    sampled: SampledTokens
-    requests: Sequence[PassageRequest | None]
-
-
 class PassageSpeculator:
     """The methods that take the place of those of vLLM's `NgramGPUSpeculator`, to be mixed in before it.
 
@@ -83,13 +77,17 @@ class PassageSpeculator:
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         self._requests: dict[str, PassageRequest] = {}
+        self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
         self._failures = FailureLog(logger, "a request goes without drafts")
-        self._under_way: deque[SampledStep | PassageRequest] = deque()  # a request ends when steps before it arrived
+        size = (self.max_num_reqs, self._shape.rows * self._shape.width)
+        self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
+        self._uploaded: dict[int, Rows] = {}  # what the rows hold
+        ends = (self.max_num_reqs, self.num_speculative_steps + 2)
+        self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
         self._match = _matcher(self, self._shape)
 
     def begin(self, new_requests: Iterable[Any]) -> None:
         """Follow requests (`NewRequestData`) that a step begins or resumes."""
-        self._read_arrived()
         if self._retriever is None:
             return
         for new in new_requests:
@@ -99,10 +97,10 @@ class PassageSpeculator:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 output = _int32(text[len(prompt) :])  # from before it was preempted
-                request = self._retriever.begin(_int32(prompt), request_info(new))
+                request = self._retriever.begin(_int32(prompt), info := request_info(new), output)
                 self._requests[new.req_id] = request
-                self._retriever.advance([(request, output)])
-                request.drafted = False
+                if not info.speculation:
+                    self._silent.add(request)
 
     def finish(self, identities: Iterable[str], preempted: Iterable[str] = ()) -> None:
         """End requests that are over, or `preempted`, which begin again later, once all their tokens have arrived."""
@@ -111,7 +109,6 @@ class PassageSpeculator:
                 request.preempted = identity not in identities
         for identity in {*identities, *preempted}:
             self._end(identity)
-        self._read_arrived()
 
     def propose(
         self,
@@ -127,94 +124,84 @@ class PassageSpeculator:
     ) -> torch.Tensor:
         """Draft for each request of the batch. The other arguments are for drafters with a model."""
         drafts = self.drafts[: input_batch.num_reqs]
-        if dummy_run:
-            return drafts
-        if self._retriever is not None:
-            try:
-                with self._retriever.recorded_later():
-                    self._draft(self._retriever, input_batch, num_sampled, drafts)
-            except Exception as error:
-                self._failures.report(error)
-                drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
-        return shared_by_ranks(drafts)
+        if not dummy_run and self._retriever is not None:
+            self._draft(self._retriever, input_batch, num_sampled, drafts)
+        return drafts if dummy_run else shared_by_ranks(drafts)
 
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
-        for entry in self._under_way:
-            if isinstance(entry, SampledStep):
-                entry.sampled.wait()
-        self._read_arrived()
         if self._retriever is not None:
             self._retriever.close()
 
     def _draft(self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-        self._read_arrived()
         requests = [self._requests.get(identity) for identity in batch.req_ids]
-        rows = batch.idx_mapping[: batch.num_reqs]
+        rows, ends = batch.idx_mapping[: batch.num_reqs], self._ends[: batch.num_reqs]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        self._send(self._sampled(own, lengths, rows.long(), sampled), requests)  # first: what follows may fail
-        self._match(own, lengths, rows, sampled, self._found(requests), drafts)
-        for row, request in enumerate(requests):
-            if request is not None and not request.state.request.speculation:
-                drafts[row] = 0  # every row has drafts: these are no guess
+        try:
+            self._upload(retriever, requests, batch.idx_mapping_np.tolist())
+            self._match(own, lengths, rows, sampled, self._passages, drafts, ends)
+            if self._silent:
+                drafts[[row for row, request in enumerate(requests) if request in self._silent]] = 0  # no guess
+        except Exception as error:
+            self._failures.report(error)
+            drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
+            ends = matching.last_sampled(own, lengths, rows.long(), sampled, ends.shape[1] - 1)
+        self._send(retriever, ends, requests)
 
-    def _found(self, requests: Sequence[PassageRequest | None]) -> torch.Tensor:
-        """The requests' passages, on the device."""
-        assert self._retriever is not None
-        return self._uploaded(torch.from_numpy(self._retriever.retrieve(requests)))
+    def _upload(
+        self, retriever: PassageRetriever, requests: Sequence[PassageRequest | None], rows: Sequence[int]
+    ) -> None:
+        """Have the device's rows hold the passages of the requests that they belong to now."""
+        held = self._uploaded
+        changed = {}
+        for row, request in zip(rows, requests, strict=True):
+            found = retriever.newest(request)
+            if held.get(row) is not found:
+                changed[row] = found
+        if changed:
+            places = torch.from_numpy(np.array(list(changed)))
+            values = torch.from_numpy(np.concatenate(list(changed.values()))).view(len(changed), -1)
+            self._passages.index_copy_(0, self._to_device(places), self._to_device(values))
+            held.update(changed)
 
-    def _uploaded(self, values: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
 
-    def _send(self, packed: torch.Tensor, requests: Sequence[PassageRequest | None]) -> None:
+    def _send(
+        self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None]
+    ) -> None:
         """Send a step's tokens to the host."""
-        self._under_way.append(SampledStep(SampledTokens(packed), requests))
+        sampled = SampledTokens(packed)
+        retriever.after(sampled, partial(self._take, retriever, sampled, requests))
 
-    def _sampled(
-        self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor
-    ) -> torch.Tensor:
-        """For each request how many tokens were sampled, then its last tokens, which hold them."""
-        most = self.num_speculative_steps + 1
-        places = lengths.index_select(0, rows).long()[:, None] - most + torch.arange(most, device=own.device)
-        tokens = own.take(rows[:, None] * own.shape[1] + places.clamp(min=0))
-        return torch.cat((sampled[:, None], tokens), dim=1).int()
-
-    def _read_arrived(self) -> None:
-        """Take in what has arrived, in order: tokens of steps, and the ends of requests whose tokens have all come."""
-        while self._retriever is not None and self._under_way:
-            entry = self._under_way[0]
-            if isinstance(entry, PassageRequest):
-                self._retriever.end(entry)
-                self._finished(entry)
-            elif entry.sampled.arrived():
-                with self._failures.caught():
-                    self._take(self._retriever, entry)
-            else:
-                return
-            self._under_way.popleft()
-
-    def _take(self, retriever: PassageRetriever, step: SampledStep) -> None:
-        """Take in the tokens of a step."""
-        news = zip(step.requests, step.sampled.rows(), strict=True)
-        taken = [(request, tokens) for request, tokens in news if request is not None]
-        retriever.advance(taken, self.num_speculative_steps)
+    def _take(
+        self, retriever: PassageRetriever, sampled: SampledTokens, requests: Sequence[PassageRequest | None]
+    ) -> None:
+        """Take in the tokens of a step. In the retriever's thread, as `_finished`."""
+        news = zip(requests, sampled.rows(), strict=True)
+        retriever.advance(((request, tokens) for request, tokens in news if request), self.num_speculative_steps)
 
     def _finished(self, request: PassageRequest) -> None:
         """All tokens of the request were taken in."""
 
     def _end(self, identity: str) -> None:
-        if (request := self._requests.pop(identity, None)) is not None:
-            self._under_way.append(request)
+        request = self._requests.pop(identity, None)
+        if request is not None and self._retriever is not None:
+            self._silent.discard(request)
+            self._retriever.after(None, partial(self._retriever.end, request))
+            self._retriever.after(None, partial(self._finished, request))
 
 
 def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., torch.Tensor]:
     """The kernels, or plain torch on a CPU: writes the drafts, and returns how many tokens match before each."""
     if speculator.device.type == "cpu":
 
-        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: torch.Tensor) -> torch.Tensor:
+        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: Any, last: Any) -> torch.Tensor:
             rows = rows.long()
-            texts, ends = own.index_select(0, rows), lengths.index_select(0, rows)
-            tokens, match_length = matching.draft(texts, ends, found, shape.overlap, drafts.shape[1])
+            texts, ends, passages = (held.index_select(0, rows) for held in (own, lengths, found))
+            last.copy_(matching.last_sampled(own, lengths, rows, sampled, last.shape[1] - 1))
+            passages = passages.view(-1, shape.rows, shape.width)
+            tokens, match_length = matching.draft(texts, ends, passages, shape.overlap, drafts.shape[1])
             drafts.copy_(tokens)
             return match_length
 

@@ -61,6 +61,7 @@ class WorkerBase:
 
 class Speculator:
     num_speculative_steps = 4
+    max_num_reqs = 2
 
     def __init__(self, vllm_config: object, device: object, req_states: object) -> None:
         self.device = device

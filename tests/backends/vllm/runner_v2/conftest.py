@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import opening
 
-VOCABULARY, REQUESTS, LONGEST, DRAFTED, EOS = 1000, 4, 256, 4, 1001
+VOCABULARY, REQUESTS, LONGEST, DRAFTED, EOS = 1000, 128, 256, 4, 1001
 
 
 class NgramGPUSpeculator:
@@ -38,10 +39,69 @@ class RequestStates:
         self.total_len = SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))
 
 
+class Late:
+    """Makes a step's tokens arrive on the host only once `steps` further steps have been prepared."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._copies: list[SampledTokens] = []
+        self._changed = threading.Condition()
+        self._awaited: SampledTokens | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        with self._changed:
+            self._steps = steps
+            self._changed.notify_all()
+
+    def begun(self, copy: SampledTokens) -> None:
+        with self._changed:
+            self._copies.append(copy)
+            self._changed.notify_all()
+
+    def arrived(self, copy: SampledTokens) -> bool:
+        return len(self._copies) - self._copies.index(copy) > self._steps
+
+    def wait(self, copy: SampledTokens) -> None:
+        with self._changed:
+            self._awaited = copy
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.arrived(copy), 60)
+            self._awaited = None
+
+    def settle(self, retriever: PassageRetriever) -> None:
+        """Wait until all that has arrived is taken in and searched for, as in the time that a step takes."""
+        if missing := next((copy for copy in self._copies if not self.arrived(copy)), None):
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._awaited is missing, 60)
+        else:
+            assert retriever.flush()
+            self._copies.clear()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    found, copying = Late(), SampledTokens.__init__
+
+    def begun(self: SampledTokens, packed: torch.Tensor) -> None:
+        copying(self, packed)
+        found.begun(self)
+
+    monkeypatch.setattr(SampledTokens, "__init__", begun)
+    monkeypatch.setattr(SampledTokens, "arrived", lambda self: found.arrived(self))
+    monkeypatch.setattr(SampledTokens, "wait", lambda self: found.wait(self))
+    return found
+
+
 class Runner:
     """Runs requests whose answers are given."""
 
-    def __init__(self, speculator: PassageSpeculator) -> None:
+    def __init__(self, speculator: PassageSpeculator, late: Late) -> None:
+        self.late = late
         self.speculator, self.states = speculator, speculator.req_states
         self.answers: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
@@ -58,7 +118,7 @@ class Runner:
         self.rows[identity], self.answers[identity] = row, list(answer)
         self.outputs[identity], self.drafts[identity] = list(answer[:done]), []
         self.speculator.begin([new_request(identity, list(prompt), text, **{"max_tokens": len(answer), **more})])
-        assert self.speculator._retriever is not None and self.speculator._retriever.flush()  # as if reading took time
+        self.settle()  # as if reading the prompt took time
 
     def finish(self, *identities: str) -> None:
         self.speculator.finish(identities)
@@ -70,17 +130,24 @@ class Runner:
         self.speculator.finish((), (identity,))
         del self.rows[identity]
 
-    def step(self) -> None:
-        """Verify each request's draft, sample one token more, and draft."""
+    def step(self, settle: bool = True) -> None:
+        """Verify each request's draft, sample one token more, and draft. The next step may come before the search."""
         self.steps += 1
         identities = list(self.rows)
         sampled = [self._sampled(identity) for identity in identities]
         counts = torch.tensor([len(tokens) for tokens in sampled], dtype=torch.int32)
         rows = torch.tensor([self.rows[identity] for identity in identities], dtype=torch.int32)
         batch = SimpleNamespace(req_ids=identities, num_reqs=len(identities), idx_mapping=rows)
+        batch.idx_mapping_np = rows.numpy()
         drafts = self.speculator.propose(batch, None, None, None, None, counts, None, None)
         for identity, draft in zip(identities, drafts.tolist(), strict=True):
             self.drafts[identity] = draft
+        if settle:
+            self.settle()
+
+    def settle(self) -> None:
+        assert self.speculator._retriever is not None
+        self.late.settle(self.speculator._retriever)
 
     def run(self) -> dict[str, list[int]]:
         """Step until all answers are there, then end the requests."""
@@ -127,35 +194,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return group
 
 
-class Late:
-    """Makes a step's tokens arrive on the host only once `steps` further steps have been prepared."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._copies: list[SampledTokens] = []
-
-    def begun(self, copy: SampledTokens) -> None:
-        self._copies.append(copy)
-
-    def arrived(self, copy: SampledTokens) -> bool:
-        return len(self._copies) - self._copies.index(copy) > self.steps
-
-
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    found, copying = Late(), SampledTokens.__init__
-
-    def begun(self: SampledTokens, packed: torch.Tensor) -> None:
-        copying(self, packed)
-        found.begun(self)
-
-    monkeypatch.setattr(SampledTokens, "__init__", begun)
-    monkeypatch.setattr(SampledTokens, "arrived", lambda self: found.arrived(self))
-    return found
-
-
-@pytest.fixture
-def runner(ranks: SimpleNamespace, cache: SuffixCache, patient: None) -> Iterator[Runner]:
+def runner(ranks: SimpleNamespace, cache: SuffixCache, late: Late) -> Iterator[Runner]:
     opened = opening(cache, lambda name: Namespace(name, "m", "t"), pepper="team")
 
     def open_retriever(config: Any, shape: Any) -> PassageRetriever:
@@ -164,7 +204,8 @@ def runner(ranks: SimpleNamespace, cache: SuffixCache, patient: None) -> Iterato
     members = {"open_retriever": staticmethod(open_retriever)}
     ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), members)
     speculator = ours(None, torch.device("cpu"), RequestStates())
-    yield Runner(speculator)
+    yield Runner(speculator, late)
+    late.steps = 0
     speculator.close()
 
 

@@ -21,7 +21,7 @@ from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.cache import SuffixCache
 from tests.backends.conftest import NEWEST, Unpack
-from tests.backends.vllm.runner_v2.conftest import DRAFTED, LONGEST, REQUESTS, VOCABULARY, Runner, text
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, LONGEST, REQUESTS, VOCABULARY, Late, Runner, text
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 FOLDER = Path("v1/worker/gpu/spec_decode")
@@ -53,7 +53,7 @@ def test_the_runner_makes_and_calls_the_speculator_as_ours_can_be(vllm: Path) ->
 
 
 def test_the_release_own_classes_run_ours(
-    vllm: Path, monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace, cache: SuffixCache
+    vllm: Path, monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace, cache: SuffixCache, late: Late
 ) -> None:
     """vLLM's `NgramGPUSpeculator` and `RequestState`, on a CPU, with stand-ins for what needs a GPU to be imported."""
     speculators, states = _load(vllm, monkeypatch)
@@ -70,11 +70,10 @@ def test_the_release_own_classes_run_ours(
     assert ours.capture() is None and ours.draft_logits is None
     prompt, answer, took = text(1, 20), text(2, 40), []
     for call in ("first", "second"):
-        runner = Runner(ours)
+        runner = Runner(ours, late)
         runner.begin(call, prompt, answer)
         assert runner.run() == {call: answer}
         took.append(runner.steps)
-        ours.begin([])
     ours.close()
     assert took[0] == len(answer) and took[1] <= len(answer) // (DRAFTED + 1) + 2
 

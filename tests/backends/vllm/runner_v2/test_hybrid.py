@@ -53,7 +53,7 @@ class DraftModelSpeculator:
 
 @pytest.fixture
 def join(
-    ranks: SimpleNamespace, cache: SuffixCache, patient: None, monkeypatch: pytest.MonkeyPatch
+    ranks: SimpleNamespace, cache: SuffixCache, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Runner]]:
     """Makes a runner whose speculator drafts from a model that is right for so many tokens, and from our cache."""
     joined = []
@@ -74,9 +74,10 @@ def join(
         made = plugin.join_model(theirs, config, theirs.states)
         assert made is theirs
         joined.append(getattr(made, plugin.BESIDE))
-        return Runner(joined[-1])
+        return Runner(joined[-1], late)
 
     yield make
+    late.steps = 0
     for speculator in joined:
         speculator.close()
 
@@ -86,7 +87,6 @@ def steps(runner: Runner, answer: list[int], name: str = "a") -> int:
     runner.speculator._model.texts[0] = [*PROMPT, *answer]  # type: ignore[attr-defined]
     runner.begin(name, PROMPT, answer)
     assert runner.run() == {name: answer}
-    runner.speculator.begin([])
     return runner.steps - before
 
 

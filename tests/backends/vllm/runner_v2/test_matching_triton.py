@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentspec.backends.vllm.runner_v2.matching import draft
+from agentspec.backends.vllm.runner_v2.matching import draft, last_sampled
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
@@ -28,10 +28,10 @@ def test_in_a_process_with_the_interpreter() -> None:
     run_interpreted(__file__, passed=7)
 
 
-POINTERS = {"own": "*i32", "rows": "*i32", "lengths": "*i32", "sampled": "*i32", "passages": "*i32"}
+POINTERS = dict.fromkeys(("own", "rows", "lengths", "sampled", "passages", "ends"), "*i32")
 NUMBERS = {"own_stride": "i32", "columns": "i32", "parts": "i32"}
-PASSAGES = {"COUNT": 4, "WIDTH": 39, "WIDTH_2": 64, "OVERLAP": 16}
-SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAFT_2": 8}
+PASSAGES = {"COUNT": 4, "WIDTH": 63, "WIDTH_2": 64, "OVERLAP": 16}
+SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAFT_2": 8, "END": 9, "END_2": 16}
 
 
 @not_interpreted
@@ -71,13 +71,15 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
 @pytest.mark.parametrize("alphabet", [2, 50])
 @pytest.mark.parametrize(("columns", "tokens"), [(40, 1), (256, 7), (700, 15)])
 def test_the_kernels_draft_as_plain_torch(kernels: Any, device: str, columns: int, tokens: int, alphabet: int) -> None:
-    shape = PassageShape(rows=3, overlap=5, width=21)
+    shape = PassageShape(rows=3, overlap=5, width=21, least=1)
     matcher = kernels.PassageMatcher(6, columns, shape, torch.device(device))
     for seed in range(3):
         own, lengths, rows, passages = (part.to(device) for part in batch(seed, 4, columns, shape, alphabet))
         drafts = torch.full((4, tokens), -5, device=device)
-        match = matcher.draft(own, lengths, rows, torch.ones_like(lengths[:4]), passages, drafts)
-        index = rows.long()
+        index, sampled, held = rows.long(), torch.ones_like(lengths[:4]), torch.full((6, 63), -7).int().to(device)
+        held[index], ends = passages.flatten(1), torch.zeros((4, tokens + 2), dtype=torch.int32, device=device)
+        match = matcher.draft(own, lengths, rows, sampled, held, drafts, ends)
+        assert torch.equal(ends, last_sampled(own, lengths, index, sampled, tokens + 1))
         plain, plain_match = draft(own[index], lengths[index], passages, shape.overlap, tokens)
         assert torch.equal(drafts, plain) and torch.equal(match, plain_match)
 
@@ -87,10 +89,12 @@ def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any, devi
     def numbers(*values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    shape = PassageShape(rows=1, overlap=1, width=4)
+    shape = PassageShape(rows=1, overlap=1, width=4, least=1)
     drafts = torch.zeros((2, 2), dtype=torch.int64, device=device)
     matcher = kernels.PassageMatcher(2, 4, shape, torch.device(device))
-    passages = torch.full((2, 1, 4), -1, dtype=torch.int32, device=device)
+    passages = torch.full((2, 4), -1, dtype=torch.int32, device=device)
     own = numbers([1, 2, 1, 2], [3, 4, 3, 4])
-    match = matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts)
+    ends = torch.zeros((2, 4), dtype=torch.int32, device=device)
+    match = matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts, ends)
     assert drafts.tolist() == [[1, 2], [4, 4]] and match.tolist() == [2, 0]
+    assert ends.tolist() == [[1, 2, 1, 2], [0, 4, 3, 4]]

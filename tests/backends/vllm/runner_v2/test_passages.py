@@ -1,4 +1,4 @@
-"""Which paths of a draft tree become passages, and their layout."""
+"""Which paths of a draft tree become passages, their layout, and how they follow a text."""
 
 from __future__ import annotations
 
@@ -6,46 +6,62 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.vllm.runner_v2.passages import STEPS_BEHIND, PassageShape, likeliest_paths, passages, shape_for
-from agentspec.types import Draft
+from agentspec.backends.vllm.runner_v2.passages import STEPS_BEHIND, shape_for
+from agentspec.cache.index import IndexDrafter, Passages, SuffixIndex, find_passages, propose_batch
+from agentspec.cache.tokens import as_tokens
+from agentspec.types import Source
+
+WIDTH, OVERLAP = 8, 3
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-def tree(parents: list[int]) -> Draft:
-    """A tree whose node i has the token 100 + i."""
-    count = len(parents)
-    return Draft(
-        np.arange(100, 100 + count, dtype=np.int32),
-        np.array(parents, dtype=np.int32),
-        np.linspace(1.0, 0.5, count, dtype=np.float32),
-        np.ones(count, dtype=np.int32),
-        np.zeros(count, dtype=np.uint8),
-    )
+def index_of(text: list[int]) -> SuffixIndex:
+    index = SuffixIndex()
+    index.append(0, as_tokens(text))
+    return index
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> list[int]:
-    count = draw(st.integers(0, 12))
-    return [draw(st.integers(-1, node - 1)) for node in range(count)]
-
-
-@given(trees(), st.integers(1, 5))
-def test_paths_are_whole_and_hold_the_first_nodes(parents: list[int], count: int) -> None:
-    paths = likeliest_paths(tree(parents), count)
-    assert len(paths) <= count
-    for path in paths:
-        nodes = [token - 100 for token in path]
-        assert [parents[node] for node in nodes] == [-1, *nodes[:-1]]
-        assert nodes[-1] not in parents, "a path ends at a leaf"
+@given(texts, texts, st.integers(1, 5), st.integers(1, 12))
+def test_paths_are_whole_and_hold_the_first_nodes(known: list[int], text: list[int], count: int, nodes: int) -> None:
+    drafter, indexes, context = IndexDrafter(), [(index_of(known), Source.SHARED)], as_tokens(text)
+    [tree] = propose_batch([(drafter, indexes, context, nodes, 0.0, False)])
+    passages = Passages(context, rows=count, overlap=OVERLAP, width=OVERLAP + nodes)
+    found = find_passages([(passages, drafter, indexes, ())], nodes).reshape(count, -1)
+    rows = [row for row in found.tolist() if row[OVERLAP] >= 0]
+    paths = [[token for token in row[OVERLAP:] if token >= 0] for row in rows]
+    assert all(row[:OVERLAP] == ([-1] * OVERLAP + text)[-OVERLAP:] for row in rows)
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     held: set[int] = set()
-    for path in paths:  # each is there for the first node that those before it lack
-        assert min(set(range(len(parents))) - held) + 100 in path
-        held.update(token - 100 for token in path)
+    for path in paths:
+        steps, above = [], -1
+        for token in path:
+            above = next(node for node, parent in enumerate(parents) if parent == above and tokens[node] == token)
+            steps.append(above)
+        assert above not in parents, "a path ends at a leaf"
+        assert min(set(range(len(parents))) - held) in steps, "each is there for the first node that others lack"
+        held.update(steps)
     assert len(paths) == count or held == set(range(len(parents)))
 
 
-def test_a_passage_begins_with_known_text_and_is_filled_up() -> None:
-    shape = PassageShape(rows=3, overlap=2, width=5)
-    rows = passages([[7, 8, 9, 10], [7]], np.array([4, 5, 6], dtype=np.int32), shape)
-    assert rows.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, -1, -1], [-1] * 5]
-    assert all(shape_for(count).ahead == STEPS_BEHIND * (count + 1) + count for count in (1, 7, 32))
-    assert passages([[7]], np.array([6], dtype=np.int32), shape)[0].tolist() == [6, 7, -1, -1, -1]
+@given(st.lists(texts, max_size=4), texts, st.integers(0, 4))
+def test_passages_last_as_long_as_the_text_goes_on_like_one(
+    first: list[list[int]], fresh: list[int], vocabulary: int
+) -> None:
+    passages = Passages(as_tokens([9]), rows=1, overlap=OVERLAP, width=WIDTH)
+    assert passages.left == 0
+    path = first[0] if first else []
+    find_passages([(passages, None, (), path)], 0, vocabulary)
+    known = path[: next((i for i, token in enumerate(path) if token >= vocabulary), len(path))][: WIDTH - OVERLAP]
+    assert passages.left == len(known)
+    for start in range(0, len(fresh), 2):
+        passages.advance(as_tokens(fresh[start : start + 2]))
+        said = fresh[: start + 2]
+        assert passages.left == (len(known) - len(said) if known[: len(said)] == said else 0)
+
+
+def test_a_passage_outlasts_the_steps_until_the_next_is_found() -> None:
+    for count in (1, 7, 32):
+        shape = shape_for(count)
+        assert shape.ahead > shape.least == STEPS_BEHIND * (count + 1) + count
+    found = find_passages([(Passages(np.array([6], np.int32), rows=2, overlap=2, width=5), None, (), [7])], 0)
+    assert found.tolist() == [-1, 6, 7, -1, -1, *[-1] * 5], "a path begins behind the overlap"

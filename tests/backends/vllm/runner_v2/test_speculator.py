@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import stored
-from tests.backends.vllm.runner_v2.conftest import DRAFTED, Late, Runner, text
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, REQUESTS, Late, Runner, text
 
 PROMPT, ANSWER = text(1, 20), text(2, 40)
 
@@ -23,9 +27,8 @@ def learn(runner: Runner, late: Late, prompt: list[int] = PROMPT, answer: list[i
     runner.begin(f"call {before}", prompt, answer, **more)
     assert list(runner.run().values()) == [answer]
     steps_late, late.steps = late.steps, 0
-    runner.speculator.begin([])  # a later step finds the copies of the last ones
+    runner.settle()
     late.steps = steps_late
-    assert runner.speculator._retriever is not None and runner.speculator._retriever.flush()
     return runner.steps - before
 
 
@@ -56,6 +59,70 @@ def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -
     assert runner.run() == {"a": ANSWER, "b": other, "c": ANSWER}
 
 
+@pytest.mark.parametrize("requests", [1, 8, 32, 64, REQUESTS])
+def test_every_row_of_a_batch_is_served_within_two_steps(runner: Runner, late: Late, requests: int) -> None:
+    """Rows jump from one known text to another, each at a step of its own."""
+    texts = [list(range(start, start + 40)) for start in (0, 100, 200)]
+    for known in texts:
+        learn(runner, late, answer=known)
+    late.steps, jumps = 1, [5 + row % 25 for row in range(requests)]
+    for row, jump in enumerate(jumps):
+        answer = [*texts[row % 3][:jump], *texts[(row + 1) % 3][row % 7 :]]
+        runner.begin(f"{row}", [900], answer, xargs={"agentspec_store": "off"})
+    begun = [0] * requests  # the step that sampled a row's first token of the text that it follows
+    lengths = [0] * requests
+    for step in range(14):
+        runner.step()
+        for row, jump in enumerate(jumps):
+            before, length = lengths[row], len(runner.outputs[f"{row}"])
+            lengths[row] = length
+            if before == 0 or before <= jump < length:
+                begun[row] = step
+            if step >= begun[row] + 2 and jump != length < len(runner.answers[f"{row}"]):
+                assert runner.drafts[f"{row}"][0] == runner.answers[f"{row}"][length], (row, length)
+
+
+def test_what_is_known_is_drafted_while_a_search_takes_long(
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(runner, late)
+    runner.begin("a", PROMPT, ANSWER)
+    go, search = threading.Event(), retrieval.find_passages
+    monkeypatch.setattr(retrieval, "find_passages", lambda *job: go.wait(60) and search(*job))
+    for _ in range(4):
+        runner.step(settle=False)
+    go.set()
+    assert len(runner.outputs["a"]) == 1 + 3 * (DRAFTED + 1)
+    runner.run()
+
+
+TENANTS = {None: range(100, 120), "pepper": range(200, 220), "unknown": range(300, 320), "other": range(400, 420)}
+
+
+@given(st.data())
+def test_tokens_of_one_tenant_are_never_drafted_for_another(runner: Runner, late: Late, data: st.DataObject) -> None:
+    """Requests come, go and are preempted in one batch, in any order, and take each other's rows."""
+    late.steps = data.draw(st.sampled_from([0, 1]))
+    salts: dict[str, str | None] = {}
+    for number in range(data.draw(st.integers(5, 25))):
+        act = data.draw(st.sampled_from(["begin", "step", "step", "finish", "preempt"]))
+        if act == "begin" and len(runner.rows) < 5:
+            salt = data.draw(st.sampled_from(list(TENANTS)))
+            tokens = st.lists(st.sampled_from(TENANTS[salt]), min_size=4, max_size=20)
+            salts[f"{number}"] = salt
+            runner.begin(f"{number}", data.draw(tokens), data.draw(tokens) * 4, salt=salt)
+        elif act == "step":
+            runner.step(settle=data.draw(st.booleans()))
+        elif runner.rows:
+            name = data.draw(st.sampled_from(sorted(runner.rows)))
+            runner.finish(name) if act == "finish" else runner.preempt(name)
+        for name in runner.rows:
+            assert set(runner.drafts[name]) <= set(TENANTS[salts[name]])
+    runner.finish(*runner.rows)
+    late.steps = 0
+    runner.settle()
+
+
 def test_whole_outputs_are_recorded_though_they_end_before_their_tokens_arrive(
     runner: Runner, late: Late, cache: SuffixCache
 ) -> None:
@@ -65,12 +132,12 @@ def test_whole_outputs_are_recorded_though_they_end_before_their_tokens_arrive(
 
 
 def test_tokens_that_are_under_way_when_the_server_stops_are_recorded(
-    runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, late: Late, cache: SuffixCache
 ) -> None:
     late.steps = 1000
     runner.begin("a", PROMPT, ANSWER)
     runner.run()
-    monkeypatch.undo()  # waiting makes them arrive
+    late.steps = 0
     runner.speculator.close()
     assert recorded(cache) == [ANSWER]
 
@@ -150,6 +217,7 @@ def test_the_host_never_waits_for_the_device(runner: Runner, late: Late) -> None
     runner.begin("a", PROMPT, ANSWER)
     runner.begin("b", PROMPT, ANSWER)
     step = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, idx_mapping=torch.tensor([0, 1], dtype=torch.int32))
+    step.idx_mapping_np = step.idx_mapping.numpy()
     sampled = torch.ones(2, dtype=torch.int32)
     with _NoValueIsRead():
         runner.speculator.propose(step, None, None, None, None, sampled)
