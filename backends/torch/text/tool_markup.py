@@ -450,7 +450,7 @@ PYTHONIC: Final = MarkupFormat(
     value=("KEY=", ""),
     between=", ",
     separator=", ",
-    text=r"/\s*([^\[\s]|\[\s*([^A-Za-z_\s]|[A-Za-z_][\w.]*[^\w.(]))(.|\n)*|\s*(\[\s*([A-Za-z_][\w.]*)?)?/",
+    text=r"""" "? "[" /([^A-Za-z_]|[A-Za-z_][\w.]*[^\w.(])(.|\n)*|[A-Za-z_][\w.]*/? | /\s*([^\[\s](.|\n)*)?/""",
     bare=True,
     listed=True,
 )

@@ -38,17 +38,17 @@ def ask(form: StructuredOutputs | None = None, **fields: Any) -> GenerateRequest
     return GenerateRequest("m", messages=[{"role": "user", "content": "x"}], sampling=sampling, **fields)
 
 
-def allows(form: StructuredOutput, tokenizer: Any, text: str, *, marks: bool = True) -> bool:
+def allows(form: StructuredOutput, tokenizer: Any, text: str, *, marks: bool = True, end: int = END) -> bool:
     """Whether the form allows a whole answer; with `marks` in it as special tokens."""
     assert form.source is not None
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [END])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [end])
     state = compiler.compile(form.source.text, param=form.source.param).start()
     parts = [text] if marks else text
     for token in [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]:
         if not state.allows(token):
             return False
         state.advance(token)
-    return state.allows(END)
+    return state.allows(end)
 
 
 def called(name: str) -> str:
@@ -131,6 +131,62 @@ def test_calls_of_strict_tools_keep_to_them_in_any_text(marked: bool) -> None:
     assert [allows(form, tokenizer, text) for text in BOUND] == [False] * 4
     one = forms.build(ask(tools=STRICT, parallel_tool_calls=False), "x")
     assert allows(one, tokenizer, FREE[2]) and (not marked or not allows(one, tokenizer, FREE[3]))
+
+
+HMM = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+TO_ONE = "<|channel|>commentary to=functions.one <|constrain|>json<|message|>{}"
+FINAL = "<|channel|>final<|message|>"
+CHANNELS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"]
+X = StructuredOutputs(choice=("x",))
+USER = 257  # ends answers here: harmony's <|end|> does not
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("template", "fields", "right", "wrong"),
+    [
+        ("<|channel|>", {"tools": STRICT}, [TO_ONE, HMM + TO_ONE, HMM + HMM + FINAL + "yes", FINAL],
+         ["yes", TO_ONE.replace("one", "three"), HMM + TO_ONE.replace("{}", '{"a": 1}'), HMM]),
+        ("<|channel|>", {"form": X}, [HMM + FINAL + "x", FINAL + "x"], ["x", HMM + "x", FINAL + "y"]),
+        ("<|channel|>", {"form": X, "tools": TOOLS}, [HMM + FINAL + "x", TO_ONE], [FINAL + "y"]),
+        ("[func_name", {"tools": STRICT}, ["[one()]", " [one(), two()]", "Yes [one]", "[no](link)", "[1] so", ""],
+         ["[three()]", "[one(a=1)]", "[one() so"]),
+    ],
+)  # fmt: skip
+def test_answers_that_calls_begin_are_constrained(
+    template: str, fields: dict[str, Any], right: list[str], wrong: list[str], marked: bool
+) -> None:
+    tokenizer = byte_tokenizer("{{ tools }}" + template)
+    if marked:
+        tokenizer.add_special_tokens({"additional_special_tokens": CHANNELS})
+    builder = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({USER}))
+    form = builder.build(ask(**fields), "x")
+    found = [allows(form, tokenizer, text, end=USER) for text in (*right, *wrong)]
+    assert found == [True] * len(right) + [False] * len(wrong)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_gemmas_thoughts_are_split_off_and_come_before_a_form(marked: bool) -> None:
+    tokenizer = byte_tokenizer("{{ tools }}<|tool_call><|channel>thought <channel|>")
+    if marked:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>", "<|tool_call>"]})
+    builder = StructuredOutputBuilder(TokenizerAdapter(tokenizer), len(tokenizer), frozenset({END}))
+    form = builder.build(ask(X), "q")
+    thought = "<|channel>thought\nhm <channel|>"
+    assert [allows(form, tokenizer, text, marks=marked) for text in ("x", thought + "x", thought)] == [
+        True,
+        True,
+        False,
+    ]
+    assert (
+        len(form.shown) == 2 * marked and builder.build(ask(X), "q<|channel>thought\n<channel|>").source != form.source
+    )
+    answer = thought + "Yes. <|tool_call>call:one{}<tool_call|>"
+    for pieces in ([answer], list(answer)):
+        reader = builder.build(ask(tools=TOOLS), "q").parser_spec.parser()
+        deltas = [reader.parse(Delta(text=piece)) for piece in pieces] + [reader.parse(Delta(finish_reason="stop"))]
+        assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == "hm"
+        assert "".join(delta.text for delta in deltas) == "Yes. " and deltas[-1].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(

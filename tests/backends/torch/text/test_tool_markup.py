@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.text.structured_output import OutputParserSpec
+from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import FORMATS, format_of
 from agentspec.types import Delta
+from tests.backends.torch.conftest import byte_tokenizer
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -194,20 +196,69 @@ def read(template: str, pieces: list[str]) -> tuple[str, str, Calls]:
 
 
 def cuts(answer: str) -> list[list[str]]:
-    step = max(1, len(answer) // 12)
-    return [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(1, len(answer), step))]
+    return [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(1, len(answer)))]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=40)
+@settings(max_examples=8)
 @given(calls=CALLS)
 @example(calls=[("write", {"text": "<tool_call>\n<b>a</b>\n", "count": 3})])
-@example(calls=[("run-it", {})])
+@example(calls=[("run-it", {}), ("write", {"text": "{\"a\": 'é'}, [x(y=1)] \\n", "on": True})])
+@example(calls=[("write", {"text": " <|end|></parameter>", "inner": {"k": [1, None, "😀"]}, "share": -0.5})])
 def test_calls_with_any_arguments_are_read_at_every_cut(name: str, calls: Calls) -> None:
     template, write = WRITTEN[name]
     answer = write(calls)
     for pieces in cuts(answer):
         assert read(template, pieces) == ("", "", calls), pieces
+
+
+VALUE = "{{ v if v is string else v|tojson }}"
+BRACED = "call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments.items() %}{{ k }}:{{ Q + v + Q if v is string else v|tojson }}"
+BRACED += "{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}"
+JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments|tojson }}}'
+SHOWN = {  # how templates show one call again, with ITEM around each argument
+    "qwen": ("<tool_call>\n<function={{ f.name }}>\nITEM</function>\n</tool_call>",
+             f"<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n"),
+    "glm": ("<tool_call>{{ f.name }}\nITEM</tool_call>", f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>\n"),
+    "deepseek 3.2": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\nITEM</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        f"""<｜DSML｜parameter name="{{{{ k }}}}" string="{{{{ 'true' if v is string else 'false' }}}}">{VALUE}</｜DSML｜parameter>\n""",
+    ),
+    "deepseek 3.1": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments }}<｜tool▁call▁end｜>"
+                     "<｜tool▁calls▁end｜>", ""),
+    "deepseek 3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments }}\n```"
+                   "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ""),
+    "gemma 4": ("<|tool_call>" + BRACED.replace("Q", "'<|\"|>'") + "<tool_call|>", ""),
+    "function gemma": ("<start_function_call>" + BRACED.replace("Q", "'<escape>'") + "<end_function_call>", ""),
+    "harmony": ("<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>{{ f.arguments|tojson }}<|call|>", ""),
+    "pythonic": ("[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v|tojson }}{{ '' if loop.last else ', ' }}"
+                 "{% endfor %})]{# [func_name #}", ""),
+    "hermes": (f"<tool_call>\n{JSON}\n</tool_call>", ""),
+    "llama": (JSON.replace("arguments\"", "parameters\"") + "{# ipython #}", ""),
+    "mistral": ("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments|tojson }}", ""),
+    "mistral list": (f"[TOOL_CALLS] [{JSON}]", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "given", [{"text": 'a <b> "c"\nd', "count": 3}, {"text": "é 😀"}, {"count": -1, "on": True}, {}]
+)
+def test_a_call_is_shown_in_the_next_prompt_as_it_was_written(name: str, given: dict[str, Any]) -> None:
+    call, item = SHOWN[name]
+    item = f"{{% for k, v in f.arguments.items() %}}{item}{{% endfor %}}"
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    )
+    template += call.replace("ITEM", item) + "{% endfor %}{% endfor %}{{ tools or '' }}"
+    answer = WRITTEN[name][1]([("write", given)])
+    _, _, calls = read(template, list(answer))
+    function = {"name": calls[0][0], "arguments": json.dumps(calls[0][1])}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    prompt = TokenizerAdapter(byte_tokenizer(template)).render([{"role": "user", "content": "x"}, said], start=False)
+    shown = prompt.removeprefix("<user>x<assistant>")
+    assert calls == [("write", given)] == read(template, [shown])[2]
+    assert shown == answer or name == "pythonic"  # which has Python's quotes
 
 
 @pytest.mark.parametrize("name", WRITTEN)
