@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,11 @@ from torch import Tensor
 from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, path_draft
 from agentspec.backends.torch.drafters.combined import merge
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.device import is_device_error, synchronize
+from agentspec.backends.torch.model.device import synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.distribution import gumbel_noise, position_key
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.telemetry.safe_errors import safe_message
 from agentspec.types import Draft, SamplingParams, Source, path_length
-
-logger = logging.getLogger(__name__)
 
 HEAD = 64  # candidates considered: two models hardly ever draw the same less likely token
 
@@ -259,14 +255,13 @@ class GatedDrafter(Drafter):
     """Asks `costly` too, where that gains tokens, and merges its tree with that of the cheap drafters.
 
     The gain of a round is the number of accepted tokens of the merged tree less those of the cheap drafters' own, and
-    less the tokens that the target would have generated in the time drafting took (`token_seconds(context)` each). If
-    `costly` raises an error, it is dropped: drafting is optional. Like SuffixDecoding's hybrid (Oliaro et al. 2025) it
-    decides by what the cheap drafters expect, but what follows from that is learned.
+    less the tokens that the target would have generated in the time drafting took (`token_seconds(context)` each). Like
+    SuffixDecoding's hybrid (Oliaro et al. 2025) it decides by what the cheap drafters expect, but what follows from
+    that is learned.
     """
 
     def __init__(self, cheap: Drafter, costly: Drafter, token_seconds: Callable[[int], float]) -> None:
-        self._cheap, self._token_seconds = cheap, token_seconds
-        self._costly: Drafter | None = costly
+        self._cheap, self._costly, self._token_seconds = cheap, costly, token_seconds
         self._gates = [Gate() for _ in range(len(EXPECTED) + 1)]
         self._trial: Trial | None = None
 
@@ -275,9 +270,11 @@ class GatedDrafter(Drafter):
         self._learn(context)
         offered = self._cheap.propose(context, budget)
         gate = self._gates[bisect_right(EXPECTED, 0.0 if offered is None else float(offered.probabilities.sum()))]
-        if self._costly is None or not gate.due():
+        if not gate.due():
             return offered
-        drafted = self._ask(self._costly, context, budget)
+        started = perf_counter()
+        drafted = self._costly.propose(context, budget)
+        self.seconds_weighed = perf_counter() - started
         merged = merge((offered, drafted))
         if merged is not None and drafted is not None:  # None: the model still reads the prompt, which occurs only once
             cost = self.seconds_weighed / self._token_seconds(len(context))
@@ -285,21 +282,7 @@ class GatedDrafter(Drafter):
         return merged
 
     def close(self) -> None:
-        self._cheap.close()
-        self._drop()
-
-    def _ask(self, costly: Drafter, context: Sequence[int], budget: int) -> Draft | None:
-        started = perf_counter()
-        try:
-            return costly.propose(context, budget)
-        except Exception as error:
-            if is_device_error(error):
-                raise
-            logger.warning("going on without the draft model: %s", safe_message(error))
-            self._drop()
-            return None
-        finally:
-            self.seconds_weighed = perf_counter() - started
+        self._costly.close()
 
     def _learn(self, context: Sequence[int]) -> None:
         """Update the gate by how many more tokens of the last trial's draft were accepted."""
@@ -308,11 +291,6 @@ class GatedDrafter(Drafter):
         trial, self._trial = self._trial, None
         output = context[trial.length :]
         trial.gate.learn(_accepted(trial.merged, output) - _accepted(trial.offered, output) - trial.cost)
-
-    def _drop(self) -> None:
-        costly, self._costly = self._costly, None
-        if costly is not None:
-            costly.close()
 
 
 def _accepted(draft: Draft | None, output: Sequence[int]) -> int:

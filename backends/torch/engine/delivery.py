@@ -51,16 +51,13 @@ class Inbox:
 
 def joined(items: Iterable[Item]) -> list[Item]:
     """The items with the deltas of each choice in one, up to the first error, which ends the request."""
-    deltas: dict[EngineRequest, list[Delta]] = {}
+    deltas, errors = dict[EngineRequest, list[Delta]](), list[Item]()
     for request, item in items:
         if isinstance(item, Exception):
-            return [*_each(deltas), (request, item)]
+            errors.append((request, item))
+            break
         deltas.setdefault(request, []).append(item)
-    return _each(deltas)
-
-
-def _each(deltas: dict[EngineRequest, list[Delta]]) -> list[Item]:
-    return [(request, join_deltas(parts)) for request, parts in deltas.items()]
+    return [*((request, join_deltas(parts)) for request, parts in deltas.items()), *errors]
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

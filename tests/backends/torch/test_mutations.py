@@ -33,11 +33,8 @@ MUTATIONS: Mutations = {
     "siblings see each other": ("tree_layout", "sees[row] = sees[above]", "pass"),
     "positions are columns": ("tree_layout", "depths[row] = depths[above] + 1", "depths[row] = row"),
     "window one wider": ("attention_mask", "<= positions[:, None] - window", "< positions[:, None] - window"),
-    "window between columns": (
-        "attention_mask",
-        "torch.arange(first, past, device=device), positions]",
-        "torch.arange(past + size, device=device)[first:]]",
-    ),
+    "window between columns": ("attention_mask", "torch.arange(first, past, device=device), positions]",
+        "torch.arange(past + size, device=device)[first:]]"),
     "no compaction": ("SequenceCache.commit", "self._gather(", "("),
     "rejected rows kept": ("SequenceCache.commit", "start + len(path)", "start + len(path) + 1"),
     "accepted rows forgotten": ("SequenceCache.commit", "start + len(path)", "start"),
@@ -45,97 +42,58 @@ MUTATIONS: Mutations = {
     "history not kept": ("Penalties.observe", "self._counts[token] += 1", "pass"),
     "noise by path alone": ("Sampler._draw", "self._position + len(path)) for", "len(path)) for"),
     "seed ignored": ("Sampler._draw", "position_key(self.seed, self._choice,", "position_key(0, self._choice,"),
-    "child of any parent": (
-        "accept_path",
-        "drafted.get(token)",
-        "next((n for one in children.values() for t, n in one.items() if t == token), None)",
-    ),
+    "child of any parent": ("accept_path", "drafted.get(token)",
+        "next((n for one in children.values() for t, n in one.items() if t == token), None)"),
     "first child always": ("accept_path", "drafted.get(token)", "next(iter(drafted.values()), None)"),
     "goes on past the end": ("accept_path", "if emit(token, row) or", "if (emit(token, row) and False) or"),
     "row of the parent": ("accept_path", "token = choose(row)", "token = choose(max(node, 0))"),
     "illegal ids pass": ("usable", "0 <= token < vocab_size", "True"),
-}
+}  # fmt: skip
 BATCH_MUTATIONS: Mutations = {
     "positions of the first sequence": ("PackedCache.__init__", "past + layout.depths", "pasts[0] + layout.depths"),
-    "one sequence's window for all": (
-        "_view",
-        "firsts = [first_visible(past, window) for past in pasts]",
-        "firsts = [first_visible(min(pasts), window) for past in pasts]",
-    ),
+    "one sequence's window for all": ("_view", "firsts = [first_visible(past, window) for past in pasts]",
+        "firsts = [first_visible(min(pasts), window) for past in pasts]"),
     "a window's last row is cut off": ("first_visible", "past - window + 1", "past - window + 2"),
     "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 2"),
-    "logits of the row before": (
-        "logit_rows",
-        "np.arange(end - item.outputs, end)",
-        "np.arange(end - item.outputs, end) - 1",
-    ),
-    "all rows in the first sequence": (
-        "PackedCache.update",
-        "all_keys, all_values = cache.update(",
-        "all_keys, all_values = self._caches[0].update(",
-    ),
-    "one sequence's values for all": (
-        "Ragged.attend",
-        "zip(queries, self.keys, self.values,",
-        "zip(queries, self.keys, [self.values[0]] * len(self.keys),",
-    ),
+    "logits of the row before": ("logit_rows", "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1"),
+    "all rows in the first sequence": ("PackedCache.update", "all_keys, all_values = cache.update(",
+        "all_keys, all_values = self._caches[0].update("),
+    "one sequence's values for all": ("Ragged.attend", "zip(queries, self.keys, self.values,",
+        "zip(queries, self.keys, [self.values[0]] * len(self.keys),"),
     "queries out of order": ("Ragged.attend", "torch.cat(parts, dim=1)", "torch.cat(parts[::-1], dim=1)"),
     "rows lost in growing": ("_room", "room[:, :, :length] = rows[:, :, :length]", "pass"),
     "a prompt's chunk draws": ("plan_step", "draws=tokens == uncomputed", "draws=True"),
-    "logits of another sequence": (
-        "run_forward",
-        "zip(scheduled, target.forward_batch(items), strict=True)",
-        "zip(scheduled, target.forward_batch(items)[::-1], strict=True)",
-    ),
-    "rows of a chunk kept twice": (
-        "Sequence.commit_chunk",
-        "self.kv_cache.commit(count, ())",
-        "self.kv_cache.commit(count + 1, ())",
-    ),
-}
+    "logits of another sequence": ("run_forward", "zip(scheduled, target.forward_batch(items), strict=True)",
+        "zip(scheduled, target.forward_batch(items)[::-1], strict=True)"),
+    "rows of a chunk kept twice": ("Sequence.commit_chunk", "self.kv_cache.commit(count, ())",
+        "self.kv_cache.commit(count + 1, ())"),
+}  # fmt: skip
 # The same for what a request's rules bar.
 RULE_MUTATIONS: Mutations = {
-    "grammar not advanced": (
-        "GrammarMatcher.advance",
-        "self._try(lambda matcher: matcher.consume_token(token))",
-        "pass",
-    ),
+    "grammar not advanced": ("GrammarMatcher.advance", "self._try(lambda matcher: matcher.consume_token(token))",
+        "pass"),
     "mask not applied": ("Sampler.choose", "self._allowed(row)[None]", "self._logits[row][None]"),
     "best token taken unasked": ("Sampler.choose", " and (self._free or self._holds(self.drawn[row]))", ""),
     "rules do not hear of tokens": ("Sampler.observe", "self.constraints.observe(token)", "pass"),
-    "end allowed one token early": (
-        "Constraints._barred",
-        "self._count < self._early",
-        "self._count + 1 < self._early",
-    ),
-    "history of bad words not kept": (
-        "Constraints.observe",
-        "self._recent = [*self._recent, token][-self._longest:]",
-        "pass",
-    ),
-    "choices share their noise": (
-        "Sampler._draw",
-        "position_key(self.seed, self._choice,",
-        "position_key(self.seed, 0,",
-    ),
-}
+    "end allowed one token early": ("Constraints._barred", "self._count < self._early",
+        "self._count + 1 < self._early"),
+    "history of bad words not kept": ("Constraints.observe", "self._recent = [*self._recent, token][-self._longest:]",
+        "pass"),
+    "choices share their noise": ("Sampler._draw", "position_key(self.seed, self._choice,",
+        "position_key(self.seed, 0,"),
+}  # fmt: skip
 # The same where the tokens of all rows are drawn before one is asked for.
 AHEAD_MUTATIONS: Mutations = {
     "one noise for all rows": ("Sampler._draw", "_position + len(path)) for", "_position) for"),
-    "drafted ancestors not counted": (
-        "Penalties._counts_along",
-        "places = [row * size + token for row, path in enumerate(paths) for token in path]",
-        "places = []",
-    ),
-    "ancestors counted in another row": (
-        "Penalties._counts_along",
-        "row * size + token",
-        "(len(paths) - 1 - row) * size + token",
-    ),
+    "drafted ancestors not counted": ("Penalties._counts_along",
+        "places = [row * size + token for row, path in enumerate(paths) for token in path]", "places = []"),
+    "ancestors counted in another row": ("Penalties._counts_along", "row * size + token",
+        "(len(paths) - 1 - row) * size + token"),
     "paths end at the parent": ("ancestor_tokens", "(*paths[parent + 1], token)", "paths[parent + 1]"),
     "paths from the node before": ("ancestor_tokens", "paths[parent + 1]", "paths[-1]"),
     "tokens of another answer": ("fetch", "list(islice(tokens, len(pending)))", "list(tokens)"),
-}
+}  # fmt: skip
 
 
 ALL = {"alone": MUTATIONS, "batch": BATCH_MUTATIONS, "rules": RULE_MUTATIONS, "ahead": AHEAD_MUTATIONS}

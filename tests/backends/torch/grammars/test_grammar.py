@@ -100,16 +100,6 @@ def test_a_tree_is_cut_to_the_paths_that_are_allowed_alone(
 
 
 @pytest.mark.parametrize(
-    "source", ["start: /[a-z/", "start: nothing", '{"grammars": [{"json_schema": {"type": "x"}}]}']
-)
-def test_a_wrong_grammar_is_the_callers_mistake(shared: GrammarCompiler, source: str) -> None:
-    for _ in range(2):
-        with pytest.raises(InvalidRequestError) as caught:
-            shared.compile(source, param="structured_outputs")
-        assert caught.value.param == "structured_outputs"
-
-
-@pytest.mark.parametrize(
     ("source", "says"),
     [
         (chain(30_000), "stack"),

@@ -21,18 +21,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 MISTAKES = {
     "siblings see each other": ("tree_layout", "sees[row] = sees[above]", "pass"),
     "positions are columns": ("tree_layout", "depths[row] = depths[above] + 1", "depths[row] = row"),
-    "positions one further": (
-        "PackedCache.__init__",
-        "past + layout.depths",
-        "(past + 1) * (past > 0) + layout.depths",
-    ),
+    "positions one further": ("PackedCache.__init__", "past + layout.depths",
+        "(past + 1) * (past > 0) + layout.depths"),
     "two tokens without a mask": ("_view", "len(layout) == 1", "len(layout) <= 9"),
-    "logits of the row before": (
-        "logit_rows",
-        "np.arange(end - item.outputs, end)",
-        "np.arange(end - item.outputs, end) - 1",
-    ),
-}
+    "logits of the row before": ("logit_rows", "np.arange(end - item.outputs, end)",
+        "np.arange(end - item.outputs, end) - 1"),
+}  # fmt: skip
 
 
 def taken(module: Any, tokens: Any) -> bool:

@@ -279,21 +279,6 @@ def test_bad_words_count_with_and_without_a_blank(forms: StructuredOutputBuilder
     assert caught.value.param == "bad_words"
 
 
-def test_special_tokens_that_mark_a_call_are_shown() -> None:
-    tokenizer = byte_tokenizer("{{ tools }}[TOOL_CALLS]")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
-    marker = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    codec = TokenizerAdapter(tokenizer)
-    form = StructuredOutputBuilder(codec, len(tokenizer), frozenset({END})).build(
-        ask(tools=TOOLS, tool_choice="required"), "x"
-    )
-    assert form.shown == frozenset({marker})
-    ids = [*codec.encode("a"), marker, *codec.encode("b"), END]
-    assert codec.decoder(form.shown)(ids) == "a[TOOL_CALLS]b" and codec.decode(ids) == "ab"
-    assert codec.decoder(frozenset()) == codec.decode
-    assert allows(form, tokenizer, '[TOOL_CALLS][{"name": "one", "arguments": {}}]')
-
-
 @pytest.mark.parametrize(
     ("prompt", "budget", "limited"),
     [("q", 5, True), ("q<think>\n", 5, True), ("q<think></think>\n", 5, False), ("q", None, False)],

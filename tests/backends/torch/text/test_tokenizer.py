@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch.loader import load
-from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.model_text import ModelText, ids_of_end
 from agentspec.backends.torch.text.tokenizer import LONG_TEXT, TokenizerAdapter
-from agentspec.backends.torch.text.tool_parser import HERMES, MISTRAL, tool_format
 from agentspec.errors import ContextLengthError, InvalidRequestError
 from agentspec.types import GenerateRequest
 from tests.backends.torch.conftest import byte_tokenizer
@@ -159,17 +157,6 @@ def test_a_call_that_a_model_broke_off_ends_no_conversation(byte_tokens: Any, ar
     call = {"function": {"name": "f", "arguments": arguments}}
     said = rendered(byte_tokens, [{"role": "assistant", "tool_calls": [call]}])
     assert '{"name": "f", "arguments": {}}' in said
-
-
-def test_the_format_follows_the_template(byte_tokens: Any) -> None:
-    tokenizer = byte_tokenizer(WITH_TOOLS)
-    assert tool_format(byte_tokens) is tool_format(tokenizer) is HERMES
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]{{ tools }}"}
-    assert tool_format(tokenizer) is MISTRAL and template_of(tokenizer) == "{{ messages }}"
-    tokenizer.chat_template = "{{ tools }} in a format of its own"
-    with pytest.raises(InvalidRequestError, match="not known here") as caught:
-        tool_format(tokenizer)
-    assert caught.value.param == "tools"
 
 
 OPEN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
