@@ -266,6 +266,20 @@ def test_only_temporary_errors_are_retried() -> None:
     assert len(fake.requests) == 1
 
 
+@pytest.mark.parametrize(("asked", "waits"), [(20.0, 20.0), (3600.0, 30.0)])
+def test_a_retry_waits_as_long_as_the_server_asks_but_at_most_30_seconds(
+    monkeypatch: pytest.MonkeyPatch, asked: float, waits: float
+) -> None:
+    model, _ = chat(OverloadedError("busy", retry_after=asked), "fine")
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("anyio.sleep", sleep)  # the call runs in a loop of its own, whose clock no test sets
+    assert model.invoke("hi").content == "fine" and max(slept) == waits
+
+
 def test_no_retry_once_text_has_come() -> None:
     model, fake = chat(Answer(text="one two", error=OverloadedError("busy", retry_after=0.01), error_after=1), "fine")
     seen = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentspec.backends.settings import TorchSettings
@@ -19,6 +20,7 @@ from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
 from agentspec.types import GenerateRequest, SamplingParams, StructuredOutputs
+from tests.proxy.conftest import run_gateway
 
 pytestmark = pytest.mark.anyio
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -65,6 +67,15 @@ async def test_i10_only_named_tenants_and_free_answers_are_lossy_and_labelled(ti
             if not request.tools and request.sampling.structured_outputs is None and not request.sampling.greedy:
                 assert text == exact
         assert fast.response_headers(asking(extra={"response_format": {"type": "json_object"}})) == {}
+
+
+def test_the_gateway_says_which_answers_are_lossy(tiny_model: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 4}
+    with run_gateway({}, settings(tiny_model, tenants=("*",))) as running:
+        for temperature, lossy in ((1.5, True), (0.0, False)):
+            asked = {**body, "model": "fast", "temperature": temperature}
+            answer = httpx.post(f"{running.url}/v1/chat/completions", json=asked, timeout=60)
+            assert ("x-agentspec-lossy" in answer.headers) is lossy is ('"lossy":true' in answer.text)
 
 
 def test_an_upstream_cannot_be_lossy() -> None:

@@ -117,6 +117,9 @@ def test_c7_five_times_the_capacity_costs_no_goodput(tmp_path: Path, in_virtual_
     assert seen.within(patience) == seen.statuses[200]  # no answer comes too late to be of use
     assert all(wait.isdigit() and int(wait) >= 1 for wait in seen.retry_after)
     assert loaded.app.slots.running == loaded.app.slots.waiting == 0
+    refused = seen.statuses[429]
+    in_virtual_time(flow(loaded, "a", CAPACITY * 0.95, seconds))
+    assert seen.statuses[429] == refused  # it recovers at once
 
 
 def test_c7_a_list_of_an_upstreams_models_takes_a_place(

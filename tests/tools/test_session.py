@@ -340,6 +340,28 @@ def test_starts_are_bounded() -> None:
     release.set()
 
 
+def test_a_session_holds_the_newest_64_results() -> None:
+    orders = [ToolCall("read", {"id": f"A{n}"}) for n in range(200, 210)]
+    speculator, events = taught(max_age=1e6)
+    for number, order in enumerate(orders):  # the user names the order that is read
+        session = speculator.session(AgentCaller(session=f"taught {number}"))
+        session.offers([READ])
+        session.says(f"look at {order.arguments['id']}")
+        session.begin_turn(lambda _: "{}")
+        session.end_turn([order])
+        session.run(order, lambda _: "{}")
+    events.clear()
+    session = speculator.session(AgentCaller(session="new"))
+    session.offers([READ])
+    for number in range(300, 1000):
+        session.says(f"look at A{number}")
+        session.begin_turn(lambda _: "{}")
+        session.end_turn([], store=False)
+        if outcomes(events).count("start") > 70:
+            break
+    assert outcomes(events).count("start") - outcomes(events).count("waste") == 64
+
+
 @pytest.mark.parametrize("broken", ["predict", "learn"])
 def test_a_predictor_that_fails_is_not_noticed(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

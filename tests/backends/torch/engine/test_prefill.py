@@ -126,12 +126,17 @@ async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> Non
     assert tokens == without == strangers[0]
 
 
-async def test_prompts_read_ahead_are_forgotten_with_their_tenant(backend_of: Any) -> None:
+@pytest.mark.parametrize("done", [False, True], ids=["while it is read", "once it was read"])
+async def test_prompts_read_ahead_are_forgotten_with_their_tenant(backend_of: Any, done: bool) -> None:
     with SuffixCache.open() as cache:
         backend = backend_of(cache)
         message = await turn(backend, CALLING)
-        await read(backend)
+        while not backend.stats().prefills["launched"]:
+            await asyncio.sleep(0)
+        if done:
+            await read(backend)
         cache.forget(tenant="default")
+        await read(backend)
         assert (await follow(backend, message))[1].cached_tokens == 0
         await backend.aclose()
 
