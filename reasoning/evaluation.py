@@ -88,7 +88,7 @@ def _choices(given: Any) -> list[str]:
 
 
 def _letter(answer: Any, choices: Sequence[str]) -> str:
-    """The letter of the right choice, which is named by its place from 0 on, its letter or its text."""
+    """The letter of the right choice, which is named by its index from 0 on, its letter or its text."""
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return LETTERS[answer]
     if str(answer) in choices:
@@ -183,15 +183,15 @@ async def evaluate(
     """
 
     def questions() -> Iterator[tuple[str, int, int]]:
-        return ((arm, place, n) for n in range(samples) for place in range(len(problems)) for arm in requests)
+        return ((arm, index, n) for n in range(samples) for index in range(len(problems)) for arm in requests)
 
     async def work() -> None:
-        for arm, place, n in waiting:
-            problem, asked = problems[place], requests[arm]
+        for arm, index, n in waiting:
+            problem, asked = problems[index], requests[arm]
             messages = [{"role": "user", "content": problem.prompt(prompt)}]
             sampling = SamplingParams(max_tokens=asked.sampling.max_tokens, seed=n)
             request = GenerateRequest(asked.model, messages=messages, sampling=sampling, speculation=asked.speculation)
-            answered(await _graded(generate(request), problem, GradedAnswer(arm, place, n)))
+            answered(await _graded(generate(request), problem, GradedAnswer(arm, index, n)))
 
     waiting = questions()
     async with asyncio.TaskGroup() as workers:
@@ -199,9 +199,9 @@ async def evaluate(
             workers.create_task(work())
 
 
-async def _graded(deltas: AsyncGenerator[Delta], problem: Problem, place: GradedAnswer) -> GradedAnswer:
+async def _graded(deltas: AsyncGenerator[Delta], problem: Problem, asked: GradedAnswer) -> GradedAnswer:
     began, text, last = time.perf_counter(), "", Delta()
-    at = (place.arm, place.problem, place.sample)
+    at = (asked.arm, asked.problem, asked.sample)
     try:
         async with aclosing(deltas):
             async for delta in deltas:

@@ -50,11 +50,11 @@ async def test_i10_only_named_tenants_and_free_answers_are_lossy_and_labelled(ti
         fast = runtime.route("fast").backend
         assert isinstance(fast, LossyAcceptanceBackend)
         exact, _ = await answer(runtime, asking("exact"))
-        _, told = await answer(runtime, asking())
-        assert isinstance(told, LossyAcceptanceSpeculation) and told.knobs["epsilon"] == 1e-6
-        assert replace(read_speculation(speculation_member(told)["speculation"]), estimated_seconds_saved=0) == replace(
-            told, estimated_seconds_saved=0
-        )
+        _, figures = await answer(runtime, asking())
+        assert isinstance(figures, LossyAcceptanceSpeculation) and figures.knobs["epsilon"] == 1e-6
+        assert replace(
+            read_speculation(speculation_member(figures)["speculation"]), estimated_seconds_saved=0
+        ) == replace(figures, estimated_seconds_saved=0)
         header = fast.response_headers(asking())
         assert header == {"x-agentspec-lossy": "lossy_acceptance; epsilon=1e-06; delta=0.001"}
         greedy = asking()
@@ -62,8 +62,8 @@ async def test_i10_only_named_tenants_and_free_answers_are_lossy_and_labelled(ti
         others = [greedy, asking(tenant="b"), asking(speculation=False), asking(tools=(TOOL,))]
         others.append(asking(form=StructuredOutputs(regex="[a-z]{3}")))
         for request in others:
-            text, told = await answer(runtime, request)
-            assert not isinstance(told, LossyAcceptanceSpeculation) and fast.response_headers(request) == {}
+            text, figures = await answer(runtime, request)
+            assert not isinstance(figures, LossyAcceptanceSpeculation) and fast.response_headers(request) == {}
             if not request.tools and request.sampling.structured_outputs is None and not request.sampling.greedy:
                 assert text == exact
         assert fast.response_headers(asking(extra={"response_format": {"type": "json_object"}})) == {}

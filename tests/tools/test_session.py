@@ -195,7 +195,7 @@ def test_a_result_is_used_for_the_identical_call_only() -> None:
     assert outcomes(events) == ["start", "waste"]
 
 
-def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words() -> None:
+def test_a_result_is_used_in_a_later_turn() -> None:
     session, events = opened(CALL)
     world = World()
     session.begin_turn(world.run)
@@ -209,7 +209,7 @@ def test_a_result_waits_for_a_later_turn_and_for_the_users_next_words() -> None:
     assert session.run(CALL, pytest.fail) == world.run(CALL) and outcomes(events) == ["start", "hit"]
 
 
-def test_what_another_function_of_the_name_started_is_dropped() -> None:
+def test_results_of_a_tool_that_was_replaced_are_dropped() -> None:
     session, events = opened(CALL)
     for function in (World().run, World().run):
         session.offers([READ], {"read": function})
@@ -220,7 +220,7 @@ def test_what_another_function_of_the_name_started_is_dropped() -> None:
     assert outcomes(events) == ["start", "stale", "start"]
 
 
-def test_a_writing_agent_of_the_same_session_voids_with_a_speculator_of_its_own_too() -> None:
+def test_a_write_by_another_agent_of_the_session_voids_results() -> None:
     reader, _ = opened(CALL)
     writer = ToolSpeculator(ToolPolicy(READ_ONLY)).session(reader.caller)
     writer.offers([WRITE])
@@ -248,7 +248,7 @@ def test_nothing_starts_while_a_writing_tool_runs() -> None:
     assert session.begin_turn(world.run) == [CALL]
 
 
-def test_a_result_waits_no_longer_than_allowed_for_its_call_and_for_another_session() -> None:
+def test_results_older_than_max_age_are_not_used() -> None:
     speculator, events = taught(CALL, max_age=1e-9)
     session, world = speculator.session(AgentCaller(session="new")), World()
     session.offers([READ])
@@ -363,7 +363,7 @@ def test_a_session_holds_the_newest_64_results() -> None:
 
 
 @pytest.mark.parametrize("broken", ["predict", "learn"])
-def test_a_predictor_that_fails_is_not_noticed(
+def test_a_failing_predictor_is_logged_once_and_the_agent_goes_on(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class BrokenError(ArithmeticError):
@@ -398,7 +398,7 @@ def test_a_tool_that_changes_its_arguments_changes_no_other_call() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"id": ("A1",)}, {"id": {1: "A1"}}, {"id": {"A1"}}, {"id": float("nan"), "more": object()}]
 )
-def test_arguments_that_are_no_json_run_as_ever(arguments: dict[str, Any]) -> None:
+def test_calls_with_arguments_that_are_no_json_use_no_early_result(arguments: dict[str, Any]) -> None:
     call = ToolCall("read", arguments)
     session, events = opened(call, ToolCall("read", {"id": ["A1"]}))
     session.begin_turn(lambda _: "another")

@@ -35,7 +35,7 @@ async def one_at_a_time(backend: OpenAIBackend, count: int) -> None:
         assert await ask(backend) == b"{}"
 
 
-async def test_the_connection_used_last_is_used_next_until_it_was_idle_for_too_long() -> None:
+async def test_the_connection_used_last_is_reused_until_it_expires() -> None:
     async with serving(answer_all) as (server, backend):
         await one_at_a_time(backend, 5)
         assert len(server.clients) == 1
@@ -49,7 +49,7 @@ async def test_the_connection_used_last_is_used_next_until_it_was_idle_for_too_l
         await until(lambda: server.open == 1)
 
 
-async def test_an_answer_that_was_not_read_to_its_end_ends_its_connection() -> None:
+async def test_an_answer_not_read_to_its_end_closes_its_connection() -> None:
     async def stream(client: Client) -> None:
         await client.request()
         await client.send(CHUNKED)
@@ -80,7 +80,7 @@ async def test_an_answer_without_request_is_discarded() -> None:
 
 
 @pytest.mark.parametrize("by_reset", [False, True])
-async def test_idle_connections_that_close_at_random_fail_no_call(by_reset: bool) -> None:
+async def test_closed_idle_connections_fail_no_call(by_reset: bool) -> None:
     """A server that closes when a request is under way has not read it: it is sent on a new connection."""
     chance = random.Random(5)
 
@@ -145,7 +145,7 @@ async def silent_after_one(client: Client) -> None:
     await client.left()
 
 
-async def test_a_late_answer_is_not_asked_for_again_and_each_call_has_its_own_time_limit() -> None:
+async def test_a_late_call_is_not_repeated_and_has_its_own_time_limit() -> None:
     async with serving(silent_after_one, read_timeout=600) as (server, backend):
         await one_at_a_time(backend, 1)
         report = await backend.probe(timeout=1.0)
@@ -158,7 +158,7 @@ async def test_a_late_answer_is_not_asked_for_again_and_each_call_has_its_own_ti
         assert server.requests == 2
 
 
-async def test_each_wait_has_its_time_and_not_the_answer() -> None:
+async def test_the_time_limit_bounds_each_wait_and_not_the_whole_answer() -> None:
     async def script(client: Client) -> None:
         await client.request()
         for piece in (CHUNKED, *[b"1\r\nx\r\n"] * 8):
@@ -183,7 +183,7 @@ async def test_a_server_that_reads_a_long_request_slowly_is_not_late() -> None:
         assert await ask(backend, body=bytes(8 << 20)) == b"{}"
 
 
-async def test_an_early_answer_counts_although_the_request_was_not_read() -> None:
+async def test_an_answer_before_the_request_was_read_is_used() -> None:
     async def script(client: Client) -> None:
         await client.send(EMPTY % b"413 Too Large")
         await asyncio.sleep(1)
@@ -298,7 +298,7 @@ async def test_the_key_file_is_read_and_stays_hidden(tmp_path: Path, caplog: pyt
     assert "hunter2" not in repr(OpenAIBackend(userinfo))
 
 
-def test_a_key_that_no_header_can_hold(tmp_path: Path) -> None:
+def test_a_key_that_no_header_can_hold_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(f"{SECRET}\nother")
     for given in ({"api_key": f"{SECRET}…"}, {"api_key_file": str(tmp_path / "key")}):
         settings: dict[str, Any] = {"base_url": "http://upstream.test/v1", **given}
@@ -307,9 +307,7 @@ def test_a_key_that_no_header_can_hold(tmp_path: Path) -> None:
         assert SECRET not in refused.value.message
 
 
-async def test_a_certificate_that_is_not_trusted_and_one_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_trusted_certificates_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
     files = ["-keyout", str(key), "-out", str(certificate), "-addext", "subjectAltName=DNS:localhost"]

@@ -64,7 +64,7 @@ async def answering(pieces: Iterable[bytes], pause: float = 0.0, read_timeout: f
         b"HTTP/1.1 304 Not Modified\r\n\r\n",
     ],
 )
-async def test_what_is_no_answer_is_an_error(wire: bytes) -> None:
+async def test_a_malformed_answer_is_an_error(wire: bytes) -> None:
     async with answering([wire]) as asked:
         for _ in range(2):
             with pytest.raises(UpstreamError):
@@ -84,14 +84,14 @@ async def test_what_is_no_answer_is_an_error(wire: bytes) -> None:
         WHOLE + b"\0garbage",
     ],
 )
-async def test_what_is_odd_but_clear_is_an_answer(wire: bytes) -> None:
+async def test_an_unusual_but_valid_answer_is_read(wire: bytes) -> None:
     """A second answer to one request is not the next call's."""
     async with answering([wire]) as asked:
         for _ in range(3):
             assert await asked() == b"{}"
 
 
-async def test_mutated_answers_hang_and_break_nothing() -> None:
+async def test_mutated_answers_neither_hang_nor_crash() -> None:
     chance = random.Random(7)
     for _ in range(300):
         wire = bytearray(chance.choice((WHOLE, CHUNKED + b"1\r\n{\r\n1\r\n}\r\n0\r\n\r\n")))
@@ -114,7 +114,7 @@ ENDLESS: dict[str, Iterable[bytes]] = {
 
 
 @pytest.mark.parametrize("pieces", ENDLESS.values(), ids=ENDLESS)
-async def test_a_head_or_trailers_without_end_are_not_held(pieces: Iterable[bytes]) -> None:
+async def test_an_endless_head_or_trailer_is_refused_in_bounded_memory(pieces: Iterable[bytes]) -> None:
     async with answering(pieces, read_timeout=60) as asked:
         tracemalloc.start()
         try:
@@ -126,7 +126,7 @@ async def test_a_head_or_trailers_without_end_are_not_held(pieces: Iterable[byte
         assert peak < 16 << 20
 
 
-async def test_a_head_that_drips_is_not_waited_for_for_ever() -> None:
+async def test_a_head_that_arrives_slowly_times_out() -> None:
     """The time until the head has arrived counts, not the time between its bytes."""
     async with answering(chain([OK], repeat(b"a: b\r\n", 1000)), pause=0.5, read_timeout=5) as asked:
         with pytest.raises(UpstreamError, match="in time"):

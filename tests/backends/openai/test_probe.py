@@ -83,7 +83,7 @@ async def test_each_ability_is_found_by_itself(ability: str, field: str) -> None
     assert report == ProbeReport(reachable=True, models=("one", "two"), answers=True, **{field: True})
 
 
-async def test_a_server_that_shows_its_tokenizer_has_a_text_side() -> None:
+async def test_a_server_with_a_tokenizer_takes_token_ids() -> None:
     probed = backend(Upstream("ids", "tokenizer"))
     assert tokenization_of(probed) is None
     await probed.probe()
@@ -120,6 +120,6 @@ def refuse(request: httpx.Request) -> httpx.Response:
         (lambda request: answer("<html>"), False, "not JSON"),
     ],
 )
-async def test_what_does_not_answer_says_why(upstream: Any, reachable: bool, said: str) -> None:
+async def test_a_failed_probe_says_why(upstream: Any, reachable: bool, said: str) -> None:
     report = await backend(upstream).probe()
     assert not report.answers and report.reachable == reachable and said in (report.error or "")

@@ -145,7 +145,7 @@ async def test_an_upstream_that_takes_no_salt_is_refused(settings: dict[str, Any
     assert await fields(backend(server, SEVERAL, shared_upstream=True, **settings)) == {}
 
 
-def test_an_upstream_that_does_not_answer_gets_nothing(in_virtual_time: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_upstream_of_unknown_kind_gets_no_request(in_virtual_time: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Once it was recognised, silence does not make it another server; another answer does."""
 
     async def work() -> None:
@@ -234,7 +234,7 @@ async def test_a_priority_is_sent_on_the_servers_scale(owner: str, setting: str,
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1", 2**31])
-async def test_no_request_may_push_ahead_and_no_scale_is_guessed(value: Any) -> None:
+async def test_negative_and_unscaled_priorities_are_refused(value: Any) -> None:
     for owner, given in (("vllm", value), ("somebody", 1)):
         with pytest.raises(InvalidRequestError, match="priority"):
             await fields(backend(Server(owner), priority="auto"), priority=given)
@@ -257,7 +257,7 @@ async def test_the_probe_finds_the_drafter(metrics: str, expected: DrafterInfo) 
     assert (await backend(server, server_kind="other").probe()).drafter is None
 
 
-async def test_labels_without_end_take_time_by_their_length() -> None:
+async def test_long_labels_in_metrics_are_read_in_linear_time() -> None:
     """By the square of it, the longest metrics that are read would block the gateway for a day."""
     for labels in ("x" * 200_000, 'x="' + "y" * 200_000, 'x="' * 50_000):
         metrics = f"agentspec_vllm_drafter_info{{{labels}}} 3\n"

@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("fault", "outcome", "state"), FAULTS.values(), ids=FAULTS)
-async def test_each_fault(fault: dict[str, Any], outcome: str, state: str) -> None:
+async def test_each_fault_is_retried_or_reported_and_counted(fault: dict[str, Any], outcome: str, state: str) -> None:
     """A call goes to another server only if this one has not begun to compute it."""
     failing, other, outcomes = Server("a", **fault), Server("b"), list[str]()
     pool = make(failing, other)
@@ -64,7 +64,7 @@ WAITS: dict[str, tuple[dict[str, str], float]] = {
 
 
 @pytest.mark.parametrize(("headers", "seconds"), WAITS.values(), ids=WAITS)
-async def test_a_server_is_spared_as_long_as_it_asks(headers: dict[str, str], seconds: float) -> None:
+async def test_a_server_gets_no_calls_for_the_time_that_it_asks(headers: dict[str, str], seconds: float) -> None:
     busy = Server("a", 429, headers)
     pool = make(busy, max_retries=1)
     assert await pool.outcome() == "UpstreamStatusError"
@@ -78,7 +78,7 @@ async def test_a_server_is_spared_as_long_as_it_asks(headers: dict[str, str], se
         assert await pool.outcome() == "hi"
 
 
-async def test_a_retry_that_would_begin_after_the_deadline_is_not_waited_for() -> None:
+async def test_a_retry_that_would_begin_after_the_deadline_is_not_made() -> None:
     busy = Server("a", 429, {"retry-after": "20"})
     pool = make(busy)
     with pytest.raises(Exception, match="429"):
@@ -114,7 +114,7 @@ async def test_a_server_that_fails_does_not_attract_calls(fails: str, others: fl
     assert lost <= 40
 
 
-async def test_requests_that_every_server_errs_at_close_a_model_to_no_one() -> None:
+async def test_requests_that_fail_at_every_server_close_no_model() -> None:
     servers = [Server(name, 500) for name in "abc"]
     pool = make(*servers)
     for _ in range(40):

@@ -44,7 +44,7 @@ def test_listed_servers_are_named_by_host_and_port_or_by_their_url(urls: list[st
 
 
 @pytest.mark.parametrize("same", [("http://me@a/v1", "http://you@a/v1"), ("http://a/v1", "http://A:80/v1/")])
-def test_one_server_is_not_two_for_a_user_or_a_slash_at_the_end(same: tuple[str, str]) -> None:
+def test_a_server_listed_twice_is_refused(same: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="names a:80/v1 twice"):
         made(base_urls=same)
 

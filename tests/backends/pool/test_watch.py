@@ -36,7 +36,7 @@ async def ended(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("metrics", "load"), [(VLLM, (4, 2, 0.75)), (SGLANG, (5, 7, 1.0)), (OTHER, (None, None, None))]
 )
-async def test_health_and_load_are_looked_at_once_a_second(metrics: str, load: tuple[Any, ...]) -> None:
+async def test_health_and_load_are_read_once_a_second(metrics: str, load: tuple[Any, ...]) -> None:
     one = Server("a", paths={"/metrics": answering(metrics)})
     pool = make(one, kind="vllm", probe=True)
     for _ in range(2):
@@ -73,7 +73,7 @@ async def test_calls_go_where_fewer_run_and_own_calls_are_not_counted_twice() ->
     await ended(pool)
 
 
-async def test_hosted_apis_are_left_alone() -> None:
+async def test_hosted_apis_are_not_probed() -> None:
     one = Server("a")
     pool = make(one, kind="vllm", probe=False)
     await pool.begin()
@@ -82,7 +82,7 @@ async def test_hosted_apis_are_left_alone() -> None:
     await ended(pool)
 
 
-async def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_back(
+async def test_two_failed_health_checks_exclude_a_server_and_one_success_readmits_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "agentspec")
@@ -110,7 +110,7 @@ async def test_two_failed_looks_take_a_server_out_and_one_good_one_brings_it_bac
     await ended(pool)
 
 
-async def test_a_server_that_is_back_need_not_wait_for_its_breaker() -> None:
+async def test_a_server_that_is_reachable_again_is_tried_at_once() -> None:
     """If it could not be reached; one that answers with errors has to."""
     unreachable, erring = Server("a", error=REFUSED), Server("b", 503)
     erring.paths["/health"] = answering("")

@@ -34,7 +34,7 @@ def asking(**sampling: Any) -> GenerateRequest:
 
 
 @MODES
-def test_the_answer_follows_and_says_what_it_is(abilities: Capabilities) -> None:
+def test_the_answer_follows_the_thinking_and_reports_figures(abilities: Capabilities) -> None:
     found = thinks(specreason(threshold=5), **pair(abilities, score=lambda step: "9"))
     assert found.text == "".join(delta.extra.get("reasoning_content", "") for delta in found.deltas)
     assert (found.text, found.answer) == ("small 1.\n\nsmall 2.\n\nsmall 3. Answer: 4\n\n", "The answer is four.")
@@ -131,7 +131,7 @@ def test_the_time_saved_is_reported_at_the_base_models_own_pace(measured: Any, s
     assert measured(thought(backend, replace(ASK, speculation=False))).figures.estimated_seconds_saved == 0
 
 
-def test_a_slow_client_costs_no_model_its_patience(measured: Any) -> None:
+def test_a_slow_client_uses_up_no_call_timeout(measured: Any) -> None:
     """The time limit of a call counts the backend's time; what is read slowly was written long ago."""
     base = ThinkingModel(lambda thinking: "one two three four Answer: 4\n\n", score=lambda step: "1")
     backend = delegating(specreason(call_timeout=1.0), base=base, small=ThinkingModel(numbered("small")))
@@ -148,7 +148,7 @@ def test_a_slow_client_costs_no_model_its_patience(measured: Any) -> None:
 
 
 @pytest.mark.parametrize("role", ["small", "judge"])
-def test_a_model_that_takes_too_long_is_given_up(measured: Any, role: str) -> None:
+def test_a_model_that_times_out_is_abandoned(measured: Any, role: str) -> None:
     late = Answer("9" if role == "judge" else "slow one\n\n", first_latency=3600.0)
     models = pair(score=lambda step: late if role == "judge" else "9")
     if role == "small":
@@ -173,7 +173,7 @@ def test_what_was_sent_before_the_small_model_failed_stays_part_of_the_thinking(
 
 
 @pytest.mark.parametrize("settings", [specreason(), LookaheadSettings(**NAMED), SpeculativeThinkingSettings(**NAMED)])
-def test_the_base_model_down_ends_the_answer(settings: Any) -> None:
+def test_a_failing_base_model_ends_the_answer(settings: Any) -> None:
     base = ThinkingModel(lambda thinking: UpstreamError("base is gone"), score=lambda step: "1")
     with pytest.raises(UpstreamError, match="base is gone"):
         thinks(settings, base=base, small=ThinkingModel(lambda thinking: "wait no\n\n" if thinking else "one\n\n"))
@@ -262,7 +262,7 @@ def one(thinking: str) -> Script:
 @pytest.mark.parametrize("prepared", [True, False])
 @pytest.mark.parametrize("kind", [ThinkingModel, Forgetful, Refusing, Uncounted])
 @pytest.mark.parametrize("ids", [True, False])
-async def test_thinking_that_a_template_would_delete_stands_as_plain_text(
+async def test_thinking_that_a_template_deletes_is_sent_as_plain_text(
     kind: Callable[..., ThinkingModel], prepared: bool, ids: bool
 ) -> None:
     """That is found out once: also of an endpoint that did not answer at the start, and of one that is asked in

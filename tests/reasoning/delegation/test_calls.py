@@ -89,7 +89,7 @@ class Counting(ThinkingModel):
         (9.5, "9", (9 + 1, 1 + 1, 1), (0, 0, 0)),  # no drafts
     ],
 )
-def test_a_step_costs_one_call_beside_its_generation_and_its_score(
+def test_a_step_costs_each_model_one_call_besides_generation_and_score(
     threshold: float, score: str, base: tuple[int, ...], small: tuple[int, ...]
 ) -> None:
     models = {
@@ -122,7 +122,7 @@ PUBLISHED = (
 
 
 @MODES
-def test_a_judge_of_its_own_is_asked_in_the_published_words(abilities: Capabilities) -> None:
+def test_a_separate_judge_is_asked_in_the_published_words(abilities: Capabilities) -> None:
     """The step stands in the open thinking alone, and the judge's answer opens a thinking of its own."""
     models, judge = pair(abilities), ThinkingModel(numbered("judge"), score=lambda text: "2", capabilities=abilities)
     found = thinks(SPECREASON, **models, judge=judge)
@@ -187,7 +187,7 @@ EIGHT: dict[str, Any] = {"score": lambda step: "8", "same": lambda draft, own: T
         (lambda: Plain(numbered("j"), **EIGHT, capabilities=Capabilities(continue_final=True)), 8, 1),
     ],
 )
-def test_a_judges_word_counts_wherever_its_endpoint_puts_it(
+def test_a_verdict_is_read_from_text_reasoning_or_logprobs(
     judge: Callable[[], ThinkingModel], score: float, verdict: float
 ) -> None:
     for settings, value in ((SPECREASON, score), (BOXED(**NAMED), verdict)):
@@ -211,7 +211,7 @@ def test_all_models_see_the_tools_while_they_think(abilities: Capabilities, plac
 
 
 @MODES
-def test_what_shapes_the_answer_does_not_reach_the_thinking(abilities: Capabilities) -> None:
+def test_fields_that_shape_the_answer_do_not_reach_the_thinking(abilities: Capabilities) -> None:
     """In process these fields come as they are, and a thinking in a form, or of a least length, would be another."""
     extra = {"guided_json": {"type": "object"}, "min_tokens": 9, "stop": ["."], "prediction": "x", "chat_template": "y"}
     extra["include_reasoning"] = False  # an endpoint would leave out the thinking that is to be read

@@ -89,7 +89,7 @@ class Silent(ThinkingModel):
 
 
 @pytest.mark.parametrize("names", [True, False])
-def test_the_end_of_a_small_model_is_no_blank_line(names: bool) -> None:
+def test_the_end_of_the_small_model_is_not_taken_for_a_blank_line(names: bool) -> None:
     """Without token ids the stop strings that the endpoint names tell it, or the empty words after it.
 
     The base model, which is asked at every blank line, would go on without end.
@@ -167,7 +167,7 @@ class SlowJudge(ThinkingModel):
 @pytest.mark.parametrize(
     "settings", [LookaheadSettings(**NAMED), LookaheadSettings(**NAMED, depth=16), SpecReasonSettings(**NAMED)]
 )
-def test_drafts_that_run_away_are_ended(in_virtual_time: Any, settings: DelegationSettings) -> None:
+def test_endless_drafts_end_by_the_budget(in_virtual_time: Any, settings: DelegationSettings) -> None:
     """The base model's steps have two tokens, and each costs drafts that are as long as a step may be."""
     settings = settings.model_copy(update={"budget_tokens": 40, "step_tokens": 100})
     small = ThinkingModel(lambda thinking: "on and " * 200)

@@ -22,12 +22,12 @@ LONG = pytest.mark.long
 
 COMMON = {"think_start": "", "think_end": "", "budget_tokens": 48, "step_tokens": 16}
 STRATEGIES = {
-    "kept": SpecReasonSettings(base="base", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
+    "all": SpecReasonSettings(base="base", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
     "none": SpecReasonSettings(base="base", small="small", threshold=9.5, **COMMON),  # type: ignore[arg-type]
     "some": SpecReasonSettings(base="base", small="small", threshold=4, **COMMON),  # type: ignore[arg-type]
-    "handed": SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, **COMMON),  # type: ignore[arg-type]
-    "taught": SpecReasonSettings(base="small", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
-    "ahead": LookaheadSettings(base="base", small="small", depth=2, **COMMON),  # type: ignore[arg-type]
+    "led by the base model": SpeculativeThinkingSettings(base="base", small="small", small_reasons=False, **COMMON),  # type: ignore[arg-type]
+    "one model": SpecReasonSettings(base="small", small="small", threshold=0, **COMMON),  # type: ignore[arg-type]
+    "lookahead": LookaheadSettings(base="base", small="small", depth=2, **COMMON),  # type: ignore[arg-type]
 }
 
 
@@ -57,12 +57,12 @@ def thought(found: list[Delta]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [pytest.param(one, marks=LONG) if one == "kept" else one for one in STRATEGIES])
+@pytest.mark.parametrize("model", [pytest.param(one, marks=LONG) if one == "all" else one for one in STRATEGIES])
 async def test_every_strategy_thinks_and_answers(runtime: Runtime, model: str) -> None:
     found = await deltas(runtime, ask(model, problems()[0]))
-    told, usage = found[-1].speculation, found[-1].usage
-    assert isinstance(told, StepSpeculation) and usage is not None and told.degraded == {}
+    figures, usage = found[-1].speculation, found[-1].usage
+    assert isinstance(figures, StepSpeculation) and usage is not None and figures.degraded == {}
     assert thought(found).strip() and 0 < usage.completion_tokens <= 64
-    assert sum(told.kept_tokens.values()) <= 48
-    if model in ("kept", "none", "taught"):
-        assert told.accepted_steps == (0 if model == "none" else told.proposed_steps)
+    assert sum(figures.kept_tokens.values()) <= 48
+    if model in ("all", "none", "one model"):
+        assert figures.accepted_steps == (0 if model == "none" else figures.proposed_steps)

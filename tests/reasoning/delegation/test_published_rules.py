@@ -2,8 +2,8 @@
 
 Where we differ it is on purpose (docs/strategies.md gives the reasons), and these tests pin each difference. Token ids
 are kept and the blank line belongs to its step: `test_prompts_only_grow_in_token_ids`. The base model writes the
-answer: `test_the_answer_follows_and_says_what_it_is`. `</think>` ends the base model's own thinking alone, what is
-dropped has a budget too, no step runs over its end, and an empty step is not scored:
+answer: `test_the_answer_follows_the_thinking_and_reports_figures`. `</think>` ends the base model's own thinking
+alone, what is dropped has a budget too, no step runs over its end, and an empty step is not scored:
 `test_each_case_goes_as_published`.
 """
 

@@ -177,7 +177,7 @@ TEXT = st.lists(PARAGRAPH, min_size=1, max_size=3).map("\n\n".join)
     base=st.lists(TEXT, max_size=10),
     overload=st.integers(1, 3),
 )
-def test_any_texts_go_as_the_published_loop_says(small: list[str], base: list[str], overload: int) -> None:
+def test_any_texts_follow_the_published_loop(small: list[str], base: list[str], overload: int) -> None:
     case = Case(small, base, (), settings={"overload": overload}, end="</think>")
     expected, fired, behind_end = published(case)
     assume(not behind_end)

@@ -62,11 +62,11 @@ async def test_every_token_but_the_first_is_an_entry(corpus: list[str], tmp_path
     assert manifest.documents == len(corpus) and manifest.complete
     assert store.values.tolist() == [ord(letter) for text in corpus for letter in text[1:]]
     assert store.keys[:, 2].tolist() == [ord(letter) for text in corpus for letter in text[:-1]]
-    assert store.keys[:, 1].max() == module.WINDOW - 1  # longer texts begin anew
+    assert store.keys[:, 1].max() == module.WINDOW - 1  # longer texts begin again
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
-async def test_a_build_that_was_cut_off_goes_on(corpus: list[str], tmp_path: Path, fails_at: int) -> None:
+async def test_an_interrupted_build_is_resumed(corpus: list[str], tmp_path: Path, fails_at: int) -> None:
     await built(corpus, tmp_path / "whole", whole := Countable())
     with pytest.raises(KeyboardInterrupt):
         await built(corpus, tmp_path / "cut", Countable(fails_at=fails_at))
@@ -124,7 +124,7 @@ async def test_what_is_no_whole_datastore_of_this_model_is_refused(
 
 
 @pytest.mark.long
-def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_killed_build_is_resumed(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i} " * 60}) + "\n" for i in range(150)))
     code = "from agentspec.cli import app; app()"
@@ -135,8 +135,8 @@ def test_a_killed_command_goes_on_where_it_stood(tiny_model: Path, tmp_path: Pat
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    stood = DatastoreManifest.read(tmp_path / "cut")
-    assert stood is not None and 0 < stood.documents < 150 and not stood.complete
+    written = DatastoreManifest.read(tmp_path / "cut")
+    assert written is not None and 0 < written.documents < 150 and not written.complete
     done = subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True, timeout=500)
     assert b"150 documents" in done.stdout
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

@@ -166,7 +166,9 @@ async def test_a_closed_iterator_ends_the_work(backend: TorchBackend, folder: Pa
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("logprobs", True)])
-async def test_what_it_does_not_carry_is_refused(backend: TorchBackend, folder: Path, name: str, value: Any) -> None:
+async def test_unsupported_sampling_fields_are_refused(
+    backend: TorchBackend, folder: Path, name: str, value: Any
+) -> None:
     model = await opened(backend, folder)
     with pytest.raises(InvalidRequestError) as caught:
         await answer(model, asked("red", SamplingParams(**{name: value})))
@@ -266,7 +268,7 @@ def test_a_batch_finds_what_single_queries_find(search_of: Any, offset: float) -
 
 
 @given(data=st.data())
-def test_what_is_decided_stands_whatever_the_neighbours_say(data: st.DataObject) -> None:
+def test_no_neighbours_change_a_decided_token(data: st.DataObject) -> None:
     logits = np.array(data.draw(st.lists(st.floats(-20, 20, width=32), min_size=7, max_size=7)), np.float32)
     mixture = Mixture(data.draw(st.floats(0.01, 0.99)), data.draw(st.floats(0.1, 50)))
     tokens = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))

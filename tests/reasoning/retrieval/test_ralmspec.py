@@ -189,7 +189,7 @@ class Approximate(FakeKnowledge):
 
 
 @given(data=st.data())
-def test_says_the_same_with_any_knowledge_base_that_ranks(data: st.DataObject) -> None:
+def test_answers_equal_sequential_retrieval_with_any_knowledge_base(data: st.DataObject) -> None:
     """Documents with one text, ties everywhere, answers in another order each time, fewer documents than asked for;
     another passage of the same document is another document, and the best one may depend on the count.
     """
@@ -274,7 +274,7 @@ async def test_a_knowledge_base_that_fails_ends_the_answer(nth: int, error: Exce
 
 
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_knowledge_base_that_is_slow_is_given_up(in_virtual_time: Any, speculation: bool) -> None:
+def test_a_slow_knowledge_base_times_out(in_virtual_time: Any, speculation: bool) -> None:
     model, knowledge = HashedModel(), FakeKnowledge(corpus(9), latency=3600.0)
     with pytest.raises(KnowledgeBaseError, match="more than 30 seconds"):
         in_virtual_time(answer_of(strategy(model, knowledge).generate(replace(asking(), speculation=speculation))))
@@ -296,7 +296,7 @@ async def test_a_client_that_leaves_ends_generation_and_searches(stride: int, la
     assert model.active == knowledge.active == 0
 
 
-async def test_one_answer_leaves_nothing_for_the_next() -> None:
+async def test_requests_share_no_documents() -> None:
     """Documents that one request was given are not there for another, even if their ids are the same."""
     model, known = HashedModel(), FakeKnowledge(corpus(9))
     poisoned = FakeKnowledge([Document("d000", " " + "poison" * 3)])

@@ -88,7 +88,7 @@ def test_a_damaged_or_missing_file_is_an_error(out, name):
         opened(out)
 
 
-def test_a_manifest_that_lies_is_an_error(out):
+def test_a_wrong_manifest_is_an_error(out):
     build_in(out, "bm25")
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps(manifest | {"format": 9}))
@@ -119,7 +119,7 @@ def test_a_build_that_fails_or_is_stopped_between_old_and_new_leaves_the_old(out
     assert [path.name for path in out.parent.iterdir()] == ["kb"]
 
 
-def test_what_cannot_be_built_is_refused(out, tmp_path):
+def test_corpora_and_folders_that_cannot_be_used_are_refused(out, tmp_path):
     with pytest.raises(ConfigurationError, match="no documents"):
         build([], out, "bm25")
     with pytest.raises(ConfigurationError, match="two documents with the id 'a'"):
@@ -134,7 +134,7 @@ def test_what_cannot_be_built_is_refused(out, tmp_path):
         build_in(tmp_path / "file" / "kb", "bm25")
 
 
-async def test_a_search_does_not_hold_up_the_event_loop(make_index):
+async def test_a_search_does_not_block_the_event_loop(make_index):
     index = make_index("bm25", ["cat"])
 
     together = threading.Barrier(3)  # which three searches pass that run at the same time

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, ranked
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, LexicalMetric, terms, with_terms
+from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index, terms
 from agentspec.reasoning.retrieval.knowledge.dense import POOL, DenseIndex, products
 from agentspec.reasoning.retrieval.knowledge.folder import Index
 from tests.fakes import FakeEncoder
@@ -37,7 +37,7 @@ def seen(hits: Sequence[Hit]) -> list[tuple[str, float]]:
 
 
 @given(kind=kinds, corpus=corpora, asked=queries, count=st.integers(1, 70))
-def test_an_answer_depends_neither_on_its_company_nor_on_the_count(make_index, kind, corpus, asked, count):
+def test_a_result_depends_neither_on_its_batch_nor_on_the_count(make_index, kind, corpus, asked, count):
     index = make_index(kind, corpus)
     together = index.search(encoded(index, asked), count)
     for query, hits in zip(encoded(index, asked), together, strict=True):
@@ -84,7 +84,7 @@ def test_words_are_weighed_as_bm25s_weighs_them(make_index, corpus, asked, count
     assert [hit.score for hit in hits] == pytest.approx([scores[int(hit.document.id)] for hit in hits])
 
 
-def test_equals_stand_in_the_order_of_their_ids_beyond_every_cut(make_index, kind):
+def test_ties_are_ordered_by_document_id(make_index, kind):
     index = make_index(kind, ["cat"] * 100 + ["dog"])
     (hits,) = index.search(encoded(index, ["cat"]), 40)
     assert [hit.document.id for hit in hits] == [f"{at:03}" for at in range(40)]
@@ -118,19 +118,7 @@ def test_corpora_that_cannot_be_searched_are_refused():
         DenseIndex.build([], np.ones((1, 16), np.float32), FakeEncoder())
 
 
-def hits(*texts: str) -> list[Hit]:
-    return [with_terms(Hit(Document(str(at), text), 0.0)) for at, text in enumerate(texts)]
-
-
 def test_terms_are_words_in_lower_case_with_their_vowel_signs_and_accents():
     assert terms("A cat, the CAT; déjà-vu 42") == ("cat", "the", "cat", "déjà", "vu", "42")
     assert terms("हिन्दी भाषा; שָׁלוֹם") == ("हिन्दी", "भाषा", unicodedata.normalize("NFC", "שָׁלוֹם"))
     assert terms(unicodedata.normalize("NFD", "Zoë")) == terms("Zoë") == ("zoë",)
-
-
-@pytest.mark.anyio
-async def test_documents_without_words_have_scores_and_queries_of_another_metric_are_refused():
-    metric = LexicalMetric()
-    assert metric.scores(await metric.encode("cat"), hits("!", "?")).tolist() == [0.0, 0.0]
-    with pytest.raises(ConfigurationError, match="not encoded for words"):
-        metric.scores(Query("cat"), hits("cat"))
