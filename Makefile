@@ -6,6 +6,9 @@
 # make engines     compares the plug-ins with the newest vLLM, nightly builds included, and SGLang
 # make mutants     breaks the guards of exactness and of requests one by one; a test has to notice each
 #
+# make gpu-prepare  fills the folder GPU with wheels, TRACES and TOKENIZER, for a machine with a GPU and without a network
+# make gpu          runs there what was not measured yet; the folder alone does too: gpu/run
+#
 # PYTHON       the interpreter to build .venv with (3.11 to 3.14)
 # TORCH_INDEX  a further package index to take torch from, for instance
 #                make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -39,7 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-static check-tests check-long engines mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock clean
+.PHONY: help demo test check check-static check-tests check-long engines mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock gpu gpu-prepare clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -149,6 +152,16 @@ lock: $(VENV)/.installed-test
 	(echo "# The packages of constraints.txt but torch, with the hashes of their files. Regenerate with: make lock"; \
 	    cat lock.new) > requirements.lock
 	rm lock.new
+
+GPU ?= gpu
+TRACES ?=
+TOKENIZER ?=
+
+gpu-prepare: $(VENV)/.installed-test
+	$(BIN)/python -m agentspec.benchmarks.gpu.parts prepare $(GPU) --traces $(TRACES) --tokenizer $(TOKENIZER) $(DRY)
+
+gpu:
+	$(GPU)/run
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,7 +1,10 @@
-"""Writes the settings tables of configuration.md from the settings classes. `--check` only compares."""
+"""Writes the settings tables of configuration.md from the settings classes, and the goals on a GPU of results.md from
+gpu.json, which a run of `make gpu` writes anew. `--check` only compares.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +19,7 @@ from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, IndexSe
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 
-PAGE = Path(__file__).with_name("configuration.md")
-BEGIN, END = "<!-- settings: begin (make docs writes this) -->", "<!-- settings: end -->"
+FOLDER = Path(__file__).parent
 DELEGATING = {name: settings for name, settings in STRATEGIES.items() if issubclass(settings, DelegationSettings)}
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("[server]", ServerSettings),
@@ -71,13 +73,37 @@ def _default(field: FieldInfo) -> str:
     return "`" + text.replace("\n", "\\n") + "`"
 
 
-def main() -> None:
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    current = f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.split(END)[1]}"
+def gpu_table() -> str:
+    """The goals on a GPU, with what was measured of each."""
+    rows = json.loads((FOLDER / "gpu.json").read_text())
+    head = "| requests at once | drafter | a whole call, against | goal | measured |\n|---|---|---|---|---|"
+    return "\n".join([head, *map(_gpu_row, rows)])
+
+
+def _gpu_row(row: dict[str, Any]) -> str:
+    ratio, goal = row["ratio"], row["goal"]
+    said = "not measured"
+    if ratio is not None:
+        low, high = row.get("interval", (ratio, ratio))
+        verdict = "met" if low >= goal else "**missed**" if high < goal else "undecided"
+        said = f"{ratio:.2f}x [{low:.2f}, {high:.2f}], {row['shape']} on {row['device']}: {verdict}"
+    return f"| {row['requests']} | {row['drafter']} | {row['against']} | {goal}x | {said} |"
+
+
+def write(page: Path, name: str, content: str) -> None:
+    """Put the content between the marks of that name. With `--check` end if that changes the page."""
+    begin, end = f"<!-- {name}: begin (make docs writes this) -->", f"<!-- {name}: end -->"
+    text = page.read_text()
+    before, rest = text.split(begin)
+    current = f"{before}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
     if text != current and "--check" in sys.argv:
-        sys.exit(f"{PAGE.name} is out of date; run: make docs")
-    PAGE.write_text(current)
+        sys.exit(f"{page.name} is out of date; run: make docs")
+    page.write_text(current)
+
+
+def main() -> None:
+    write(FOLDER / "configuration.md", "settings", tables())
+    write(FOLDER / "results.md", "gpu", gpu_table())
 
 
 if __name__ == "__main__":

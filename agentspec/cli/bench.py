@@ -214,6 +214,7 @@ def vllm(
     traces: TracesOption = None,
     tokenizer: TokenizerOption = None,
     learned: LearnedOption = 0,
+    at_once: Annotated[int, typer.Option(help="Calls that run together", min=1, max=128)] = 1,
     seconds: Annotated[float, typer.Option(help="No call begins after so much time", min=1)] = 570.0,
     start: Annotated[float, typer.Option(help="Seconds within which the engines must be ready", min=1)] = 300.0,
     json: JsonFile = None,
@@ -233,7 +234,7 @@ def vllm(
         raise typer.BadParameter("no vLLM found: run .ci/vllm-env, or name an interpreter", param_hint="--python")
     plan = ForcedPlan(
         found, device.value, shape.value, tuple(variant or ()), parts,
-        tuple(traces or ()), tokenizer, learned, seconds, start,
+        tuple(traces or ()), tokenizer, learned, seconds, start, together=at_once,
     )  # fmt: skip
     if not publish(partial(run_forced, plan), json, subject={"interpreter": str(found)}).sound:
         raise typer.Exit(FAILED)

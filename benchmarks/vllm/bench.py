@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,11 +41,9 @@ from agentspec.errors import ConfigurationError, install_advice
 from agentspec.recordings.replay import EncodedCall
 
 WORKER = "agentspec.benchmarks.vllm.worker"
-CONTEXTS = (1500, 7000)
-COPIED, LEAD = 96, 24  # tokens of an answer that copies, and those before them that end the prompt
-COPIES = 4  # of each length; the first is not counted
 SHORT = 2048  # tokens of the longest text of the comparison of answers
-ROOM = {"cpu": GIB, "cuda": 3 * GIB}  # bytes of KV slots for the calls
+ROOM = {"cpu": GIB, "cuda": 3 * GIB}  # bytes of KV slots for the calls; of several at once four times as many
+ENDING = 64  # last tokens of a prompt, which stay together where it is lengthened
 LACKING = """\
 import sys
 from importlib.util import find_spec
@@ -66,7 +64,8 @@ class ForcedPart(StrEnum):
 class ForcedPlan:
     """What to compare, and the most seconds to spend: no call begins after `seconds`. `traces` need a `tokenizer`.
 
-    `start` bounds the seconds until all engines of a part are ready, `patience` those of one command.
+    `start` bounds the seconds until all engines of a part are ready, `patience` those of one command. So many calls
+    run `together`.
     """
 
     python: Path
@@ -80,6 +79,7 @@ class ForcedPlan:
     seconds: float = 570.0
     start: float = 300.0
     patience: float = 120.0
+    together: int = 1
     worker: Sequence[str] = ("-m", WORKER)
 
     def chosen(self) -> list[Variant]:
@@ -147,7 +147,8 @@ class GreedyComparison:
         }
 
     def _ask(self, engine: EngineProcess, asked: Prompts) -> EngineAnswer:
-        return engine.generate(asked, TOKENS, seconds=self._seconds)
+        count = len(asked)
+        return engine.generate(asked, [TOKENS] * count, seconds=self._seconds, sessions=[""] * count)
 
     def _second(self, first: list[list[int]]) -> list[list[int]]:
         said = self._plain[FIRST]
@@ -170,7 +171,7 @@ class ForcedBench:
             raise ConfigurationError("the part calls needs recorded calls and a tokenizer")
         require_vllm(plan.python)
         self._began = time.monotonic()
-        self._report = ForcedReport(plan.shape, plan.device, copied_tokens=COPIED)
+        self._report = ForcedReport(plan.shape, plan.device)
 
     def run(self) -> ForcedReport:
         prepared = self._prepared()
@@ -186,7 +187,7 @@ class ForcedBench:
         if ForcedPart.calls not in self._plan.parts or self._plan.tokenizer is None:
             return None
         self._progress("reading calls")
-        return prepare_calls(self._plan.traces, self._plan.tokenizer, self._plan.learned)
+        return prepare_calls(self._plan.traces, self._plan.tokenizer, self._plan.learned, self._plan.together)
 
     @property
     def _late(self) -> bool:
@@ -220,9 +221,9 @@ class ForcedBench:
         model = scripted_model(folder / "scripted", self._plan.shape, prepared.vocabulary)
         learned = prepared.write_learned(folder / "learned.jsonl.gz")
         with ExitStack() as stack:
-            engines = self._start(stack, ForcedPart.calls, folder, model, room=ROOM[self._plan.device])
+            room = ROOM[self._plan.device] * (4 if self._plan.together > 1 else 1)
+            engines = self._start(stack, ForcedPart.calls, folder, model, room=room, together=self._plan.together)
             self._each(engines, ForcedPart.calls, 0, lambda engine: self._learn(engine, learned))
-            self._copy(engines, prepared.vocabulary)
             self._replay(engines, prepared.timed)
             self._report.checks[f"{ForcedPart.calls}: the engine without drafts answered"] = OFF in engines
 
@@ -263,21 +264,7 @@ class ForcedBench:
             self._progress(f"{engine.name} learns")
             engine.call("bench_learn", str(learned), seconds=self._plan.patience)
 
-    def _copy(self, engines: Engines, vocabulary: int) -> None:
-        """Time steps by the length of the text, with an answer that every drafter finds in it."""
-        rng = np.random.default_rng(0)
-        for context in CONTEXTS:
-            calls = []
-            for turn in range(COPIES):
-                if self._late:
-                    self._report.left_out.append(f"copying after {context} tokens, {COPIES - turn} of {COPIES}")
-                    break
-                self._progress(f"copying after {context} tokens, {turn + 1} of {COPIES}")
-                calls.append(self._force(engines, f"{context} tokens", *_copying(rng, context, vocabulary), turn))
-            if counted := calls[1:]:
-                self._report.copied[context] = {name: [call.runs[name] for call in counted] for name in engines}
-
-    def _replay(self, engines: Engines, timed: Sequence[TimedCall]) -> None:
+    def _replay(self, engines: Engines, timed: Sequence[TimedCalls]) -> None:
         """Time the calls, with an order of the engines that rotates within each file."""
         turns: Counter[str] = Counter()
         for number, named in enumerate(timed):
@@ -285,46 +272,52 @@ class ForcedBench:
                 self._report.left_out.append(f"{len(timed) - number} of {len(timed)} calls")
                 return
             self._progress(f"call {number + 1} of {len(timed)}: {named.file}")
-            prompt, answer = named.call.prompt.tolist(), named.call.response.tolist()
-            call = self._force(engines, named.file, prompt, answer, turns[named.file], named.call.session)
-            self._report.calls.append(call)
+            self._report.calls.append(self._force(engines, named.file, named.calls, turns[named.file]))
             turns[named.file] += 1
 
-    def _force(
-        self, engines: Engines, file: str, prompt: list[int], answer: list[int], turn: int, session: str = ""
-    ) -> ForcedCall:
-        """Let each engine give the answer."""
-        call = ForcedCall(file, len(prompt), len(answer))
+    def _force(self, engines: Engines, file: str, calls: Sequence[EncodedCall], turn: int) -> ForcedCall:
+        """Let each engine give the answers."""
+        call = ForcedCall(file, sum(len(each.prompt) for each in calls), sum(len(each.response) for each in calls))
 
         def run(engine: EngineProcess) -> None:
-            call.runs[engine.name] = found = self._forced(engine, prompt, answer, session)
+            call.runs[engine.name] = found = self._forced(engine, calls)
             name = f"{engine.name}: forced answers are the records"
             self._report.checks[name] = found.equal and self._report.checks.get(name, True)
 
         self._each(engines, ForcedPart.calls, turn, run)
         return call
 
-    def _forced(self, engine: EngineProcess, prompt: list[int], answer: list[int], session: str) -> ForcedRun:
-        patience = self._plan.patience
-        engine.call("bench_script", [*prompt, *answer], seconds=patience)
-        found = engine.generate([prompt], len(answer), seconds=patience, session=session)
-        steps = found.steps_after(len(prompt))
-        return ForcedRun(found.seconds, found.decode[0], steps, found.tokens == [answer])
+    def _forced(self, engine: EngineProcess, calls: Sequence[EncodedCall]) -> ForcedRun:
+        patience, answers = self._plan.patience, [call.response.tolist() for call in calls]
+        prompts, lengths = lengthened(calls), list(map(len, answers))
+        script = [0] * (CONTEXT + 1)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            script[len(prompt) : len(prompt) + len(answer)] = answer
+        engine.call("bench_script", script, seconds=patience)
+        found = engine.generate(prompts, lengths, seconds=patience, sessions=[call.session for call in calls])
+        steps = found.steps_after(len(prompts[0])) if len(calls) == 1 else len(found.steps)
+        return ForcedRun(found.seconds, max(found.decode), steps, found.tokens == answers)
 
 
-def _copying(rng: np.random.Generator, context: int, vocabulary: int) -> tuple[list[int], list[int]]:
-    """A random text that ends with a passage of its middle, and how that goes on."""
-    text: list[int] = rng.integers(0, vocabulary, context).tolist()
-    middle = context // 2
-    return [*text, *text[middle - LEAD : middle]], text[middle : middle + COPIED]
+def lengthened(calls: Sequence[EncodedCall]) -> list[list[int]]:
+    """The prompts of calls that run together, lengthened so that no two answers have a position in common: the script
+    goes by positions. What is added stands before the last `ENDING` tokens.
+    """
+    prompts, free = dict[int, list[int]](), 0
+    for number in sorted(range(len(calls)), key=lambda number: len(calls[number].prompt)):
+        prompt = calls[number].prompt.tolist()
+        added = max(0, free - len(prompt))
+        prompts[number] = [*prompt[:-ENDING], *[0] * added, *prompt[-ENDING:]]
+        free = len(prompt) + added + len(calls[number].response)
+    return [prompts[number] for number in range(len(calls))]
 
 
 @dataclass(frozen=True, slots=True)
-class TimedCall:
-    """A call and the name of its file."""
+class TimedCalls:
+    """Calls that run together, and the name of their file."""
 
     file: str
-    call: EncodedCall
+    calls: Sequence[EncodedCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +325,7 @@ class PreparedCalls:
     """What is learned, what is timed, file by file in turn, and the least vocabulary that holds all tokens."""
 
     learned: Sequence[EncodedCall]
-    timed: Sequence[TimedCall]
+    timed: Sequence[TimedCalls]
     vocabulary: int
 
     def write_learned(self, path: Path) -> Path:
@@ -344,18 +337,25 @@ class PreparedCalls:
         return path
 
 
-def prepare_calls(traces: Sequence[Path], tokenizer: Path, learned: int) -> PreparedCalls:
+def prepare_calls(traces: Sequence[Path], tokenizer: Path, learned: int, together: int = 1) -> PreparedCalls:
     """The calls of all files that fit the model; the first `learned` of each file, at most half, are learned.
+    Of several at once, those that do not fill a batch are left out.
 
     Raises `ConfigurationError` for a file that cannot be used, and if no call fits.
     """
     encode = load_encoder(tokenizer)
-    files = {path: [call for call in read_calls(path, encode) if _fits(call)] for path in traces}
+    longest = CONTEXT if together == 1 else CONTEXT // 2  # the other half is for what lengthens prompts
+    files = {path: [call for call in read_calls(path, encode) if _fits(call, longest)] for path in traces}
     count = {path: min(learned, len(calls) // 2) for path, calls in files.items()}
-    named = ([TimedCall(_name(path), call) for call in calls[count[path] :]] for path, calls in files.items())
+    named = (
+        [TimedCalls(_name(path), part) for part in _batches(calls[count[path] :], together)]
+        for path, calls in files.items()
+    )
     timed = [call for turn in zip_longest(*named) for call in turn if call is not None]
     if not timed:
-        raise ConfigurationError(f"no recorded call has fewer than {CONTEXT} tokens with its answer")
+        raise ConfigurationError(
+            f"there are no {together} recorded calls of fewer than {longest} tokens with their answers"
+        )
     tokens = chain.from_iterable((call.prompt, call.response) for calls in files.values() for call in calls)
     vocabulary = 1 + max(int(part.max()) for part in tokens if len(part))
     return PreparedCalls([call for path in traces for call in files[path][: count[path]]], timed, vocabulary)
@@ -365,6 +365,17 @@ def _name(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def _fits(call: EncodedCall) -> bool:
+def _fits(call: EncodedCall, longest: int) -> bool:
     """Whether prompt and answer fit, and there is a prompt, from which vLLM starts."""
-    return 0 < len(call.prompt) < CONTEXT - len(call.response)
+    return 0 < len(call.prompt) < longest - len(call.response)
+
+
+def _batches(calls: Sequence[EncodedCall], together: int) -> Iterator[Sequence[EncodedCall]]:
+    """As many calls as run together at a time, whose answers have room one behind another."""
+    batch: list[EncodedCall] = []
+    for call in calls:
+        if together == 1 or sum(len(each.response) for each in [*batch, call]) < CONTEXT // 2:
+            batch.append(call)
+        if len(batch) == together:
+            yield batch
+            batch = []

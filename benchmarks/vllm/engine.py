@@ -93,10 +93,10 @@ class EngineProcess:
         return self._exchange(asked, seconds, f"{name} did not end")["value"]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, seconds: float, session: str = ""
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], *, seconds: float, sessions: Sequence[str]
     ) -> EngineAnswer:
-        """Answers of exactly `max_tokens` tokens."""
-        asked = {"op": "generate", "prompts": prompts, "max_tokens": max_tokens, "session": session}
+        """An answer to each prompt, of exactly so many tokens."""
+        asked = {"op": "generate", "prompts": prompts, "max_tokens": max_tokens, "sessions": sessions}
         return EngineAnswer(**self._exchange(asked, seconds, "there was no answer"))
 
     def kill(self) -> None:

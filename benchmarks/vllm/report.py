@@ -1,10 +1,9 @@
-"""What the benchmark found: answers compared, recorded calls and copied passages timed, and what failed or was left."""
+"""What the benchmark found: answers compared, recorded calls timed, and what failed or was left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from rich.console import RenderableType
@@ -53,7 +52,7 @@ class AnswerTurn:
 
 @dataclass(slots=True)
 class ForcedReport:
-    """The results. Names of engines are keys; `copied` maps the tokens before a copied passage to each engine's runs.
+    """The results. Names of engines are keys.
 
     `failed` tells why an engine did not start or stopped answering, by part and name; its runs are in no figure.
     """
@@ -64,8 +63,6 @@ class ForcedReport:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     answers: dict[str, dict[str, AnswerTurn]] = field(default_factory=dict)
     calls: list[ForcedCall] = field(default_factory=list)
-    copied: dict[int, dict[str, list[ForcedRun]]] = field(default_factory=dict)
-    copied_tokens: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -94,8 +91,6 @@ class ForcedReport:
         if self.answers:
             yield self._answer_table()
         yield from (self._call_table(file, calls) for file, calls in self._files().items())
-        if self.copied:
-            yield self._step_table()
         yield from (Text(f"  did not run: {name}: {reason}") for name, reason in self.failed.items())
         yield from (f"  left out: {name}" for name in self.left_out)
 
@@ -130,21 +125,6 @@ class ForcedReport:
         for base in bases:
             for part in ("seconds", "decode"):
                 yield str(self.ratio(name, base, calls, part) or "-")
-
-    def _step_table(self) -> RenderableType:
-        names = dict.fromkeys(name for runs in self.copied.values() for name in runs)
-        columns = (f"{what} after {context}" for context in self.copied for what in ("ms/step", "tokens/step"))
-        rows = (
-            (name, *(cell for runs in self.copied.values() for cell in self._copying(runs.get(name)))) for name in names
-        )
-        return report.table(f"copying {self.copied_tokens} tokens, median", ("drafter", *columns), rows)
-
-    def _copying(self, runs: Sequence[ForcedRun] | None) -> tuple[str, str]:
-        """Medians over the runs of milliseconds a step and tokens a step."""
-        if not runs:
-            return "-", "-"
-        milliseconds = median(run.decode / max(1, run.steps) * 1e3 for run in runs)
-        return f"{milliseconds:.2f}", f"{self.copied_tokens / median(run.steps + 1 for run in runs):.2f}"
 
     def data(self) -> dict[str, Any]:
         return asdict(self)

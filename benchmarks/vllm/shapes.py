@@ -16,9 +16,9 @@ WIDTH = 7  # drafted tokens of a chain
 TIED = ("1b", "3b")  # Llama 3.2 shares the table of its inputs with its head
 HEAD = 64  # the least width of a head that vLLM's attention has on all devices
 PLAIN = "LlamaForCausalLM"
+DRAFTER = "drafter"  # folder of a model that drafts, one layer with random weights, whose drafts are never right
 WORDS = 512  # tokens of the small models that answer
 GIB = 1 << 30
-STEP_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens of the steps that are recorded as CUDA graphs
 
 ANSWERING = {
     "cuda": {
@@ -43,20 +43,23 @@ ANSWERING = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A drafter, vLLM's method for it with the process's variables, and whether it is our cache, which learns."""
+    """A drafter, vLLM's method for it with the process's variables, whether it is our cache, which learns, and whether
+    it has a draft model.
+    """
 
     drafter: str
     method: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False
+    modelled: bool = False
 
-    @property
-    def speculative_config(self) -> Mapping[str, Any] | None:
-        """vLLM's argument of that name."""
-        return {"method": self.method, "num_speculative_tokens": WIDTH} if self.method else None
+    def speculative_config(self, model: Path) -> Mapping[str, Any] | None:
+        """vLLM's argument of that name, for engines of that model."""
+        drafter = {"model": str(model / DRAFTER)} if self.modelled else {}
+        return {"method": self.method, "num_speculative_tokens": WIDTH, **drafter} if self.method else None
 
 
-_OFF = {"AGENTSPEC_VLLM": "off"}
+_OFF, _V2 = {"AGENTSPEC_VLLM": "off"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 VARIANTS = {
     variant.drafter: variant
     for variant in (
@@ -65,6 +68,8 @@ VARIANTS = {
         Variant("agentspec", "suffix", cached=True),
         Variant("ngram_gpu", "ngram_gpu", _OFF),
         Variant("agentspec V2", "ngram_gpu", {"AGENTSPEC_VLLM_V2": "on"}, cached=True),
+        Variant("EAGLE", "eagle", _OFF | _V2, modelled=True),
+        Variant("agentspec with EAGLE", "eagle", {"AGENTSPEC_VLLM_HYBRID": "on"} | _V2, cached=True, modelled=True),
     )
 }
 """What can be compared, by name: no drafts first."""
@@ -73,6 +78,7 @@ VARIANTS = {
 def scripted_model(folder: Path, shape: str, vocabulary: int) -> Path:
     """A model of a shape in `SHAPES`, with at least `vocabulary` tokens, whose answers are told to it."""
     sizes = SHAPES[shape] | {"vocab_size": max(SHAPES[shape]["vocab_size"], vocabulary)}
+    _written(folder / DRAFTER, "EagleLlamaForCausalLM", sizes | {"num_hidden_layers": 1}, tied=False)
     return _written(folder, SCRIPTED, sizes, tied=shape in TIED)
 
 
@@ -82,7 +88,7 @@ def answering_model(folder: Path, kind: str) -> Path:
 
 
 def _written(folder: Path, architecture: str, sizes: Mapping[str, int], *, tied: bool) -> Path:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
         **sizes,
         "architectures": [architecture],
@@ -100,7 +106,9 @@ def _written(folder: Path, architecture: str, sizes: Mapping[str, int], *, tied:
     return folder
 
 
-def engine_options(model: Path, kind: str, variant: Variant, *, length: int = CONTEXT, room: int = GIB) -> str:
+def engine_options(
+    model: Path, kind: str, variant: Variant, *, length: int = CONTEXT, room: int = GIB, together: int = 16
+) -> str:
     """The options of vLLM's `LLM` as JSON, with `device`, for texts of at most `length` tokens and `room` bytes of KV
     slots. Engines share a device, so none takes what is free.
     """
@@ -114,16 +122,19 @@ def engine_options(model: Path, kind: str, variant: Variant, *, length: int = CO
         "enable_prefix_caching": True,
         "seed": 0,
         "max_model_len": length,
-        "max_num_seqs": 16,
+        "max_num_seqs": max(16, together),
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": room,
-        "speculative_config": variant.speculative_config,
+        "speculative_config": variant.speculative_config(model),
     }
-    return json.dumps(options | _device_options(kind))
+    return json.dumps(options | _device_options(kind, together * (WIDTH + 1)))
 
 
-def _device_options(kind: str) -> dict[str, Any]:
-    """On a CPU models are not compiled, which takes vLLM minutes there."""
+def _device_options(kind: str, most: int) -> dict[str, Any]:
+    """On a CPU models are not compiled, which takes vLLM minutes there. Elsewhere steps of up to 128 tokens, or `most`
+    of them, are recorded as CUDA graphs.
+    """
     if kind == "cpu":
         return {"enforce_eager": True}
-    return {"gpu_memory_utilization": 0.05, "compilation_config": {"cudagraph_capture_sizes": list(STEP_SIZES)}}
+    sizes = [1 << power for power in range(11) if 1 << power <= max(128, most)]
+    return {"gpu_memory_utilization": 0.05, "compilation_config": {"cudagraph_capture_sizes": sizes}}

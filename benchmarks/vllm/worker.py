@@ -2,7 +2,7 @@
 
 It runs in vLLM's environment, as `python -m agentspec.benchmarks.vllm.worker OPTIONS`, with the options of
 vLLM's `LLM` and `device` as JSON. The first line says {"ready": seconds, "info"} or {"failed": why}; then answer
-{"op": "generate", "prompts", "max_tokens", "session"} and {"op": "call", "name", "arguments"} of `BenchmarkExtension`.
+{"op": "generate", "prompts", "max_tokens", "sessions"} and {"op": "call", "name", "arguments"} of `BenchmarkExtension`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ class EngineWorker:
         return self._generate(asked)
 
     def _generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Greedy answers of exactly `max_tokens` each; seconds are from the call to its return."""
+        """Greedy answers, each of exactly its `max_tokens`; seconds are from the call to its return."""
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
 
-        told = {"agentspec_session": asked["session"]} if asked["session"] else None
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False, extra_args=told
-        )
+        sampling = [
+            SamplingParams(
+                temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False,
+                extra_args={"agentspec_session": session} if session else None,
+            )
+            for most, session in zip(asked["max_tokens"], asked["sessions"], strict=True)
+        ]  # fmt: skip
         self.call("bench_count")
         started = time.perf_counter()
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
-from agentspec.benchmarks.vllm.bench import ForcedPlan, run_forced
+from agentspec.benchmarks.vllm.bench import ForcedPlan, lengthened, run_forced
 from agentspec.benchmarks.vllm.engine import find_environment
 from agentspec.benchmarks.vllm.worker import learn_call
 from agentspec.cache import SuffixCache
+from agentspec.recordings.replay import EncodedCall
 
 WORDS = "check the order again please and then"
 ANSWER = f"{WORDS} {WORDS}"
@@ -47,3 +51,13 @@ def test_real_engines(calls_of: Any, tokenizer: Path) -> None:
     assert steps["off"] == 8 * 14 and steps["agentspec"] < steps["off"] / 2
     for turn in ("first time", "again"):
         assert report.answers["agentspec"][turn].steps < report.answers["off"][turn].steps
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=20))
+def test_answers_that_are_forced_at_once_have_no_position_in_common(lengths: list[tuple[int, int]]) -> None:
+    calls = [EncodedCall("", np.arange(1, 1 + prompt), np.arange(answer)) for prompt, answer in lengths]
+    prompts, taken = lengthened(calls), set[int]()
+    for call, prompt in zip(calls, prompts, strict=True):
+        positions = range(len(prompt), len(prompt) + len(call.response))
+        assert taken.isdisjoint(positions) and [token for token in prompt if token] == call.prompt.tolist()
+        taken.update(positions)

@@ -1,0 +1,180 @@
+"""What a machine with a GPU measures, in parts of at most four minutes that can be resumed, the most valuable first.
+
+`prepare` fills a folder on a machine without a GPU: wheels for the same Python, recorded calls, a tokenizer. There,
+`FOLDER/run` needs no network: it makes environments and runs the parts without results, or those named. Then
+`results.json` holds what `docs/gpu.json` does, and `results/` all measurements, with a log of each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
+
+SECONDS = 240  # of a part
+WHEELS = {"vllm": ("vllm==0.33.0", "arctic-inference"), "sglang": ("sglang==0.5.23",)}
+PYTHON = "python{}.{}".format(*sys.version_info)
+RUN = f"""#!/bin/sh
+set -e
+cd "$(dirname "$0")"
+for engine in {" ".join(WHEELS)}; do
+  [ -e env/$engine/complete ] && continue
+  {PYTHON} -m venv --clear env/$engine
+  env/$engine/bin/pip install -q --no-index wheels/$engine/*.whl && touch env/$engine/complete || echo "no $engine"
+done
+exec env/vllm/bin/python -P -m agentspec.benchmarks.gpu.parts run . "$@"
+"""
+V2, ARCTIC, NGRAM, EAGLE, HYBRID = "agentspec V2", "Arctic", "ngram_gpu", "EAGLE", "agentspec with EAGLE"
+GOALS = (  # part, requests at once, drafter, against which, and how many times as fast a whole call is to be
+    ("vllm-1", 1, V2, NGRAM, 1.3),
+    ("vllm-8", 8, V2, NGRAM, 1.2),
+    ("vllm-32", 32, V2, NGRAM, 1.2),
+    ("vllm-128", 128, V2, NGRAM, 1.0),
+    ("vllm-8", 8, V2, ARCTIC, 1.15),
+    ("vllm-128", 128, V2, ARCTIC, 1.15),
+    ("hybrid", 1, HYBRID, EAGLE, 1.0),
+)
+
+
+def _vllm(part: str, *drafters: str, at_once: int = 1) -> list[str]:
+    named = [word for drafter in drafters for word in ("--variant", drafter)]
+    bounds = ["--start", "150", "--seconds", "200", "--at-once", str(at_once), "--learned", "400"]
+    return ["vllm", "--python", "env/vllm/bin/python", "--shape", "8b", "--part", part, *bounds, *named]
+
+
+COMMANDS = {  # of `agentspec bench`, but for SGLang's: the drafter
+    "vllm-1": _vllm("calls", NGRAM, V2),
+    "vllm-32": _vllm("calls", NGRAM, V2, at_once=32),
+    "vllm-answers": _vllm("answers", NGRAM, V2),
+    "vllm-8": _vllm("calls", NGRAM, V2, ARCTIC, at_once=8),
+    "vllm-128": _vllm("calls", NGRAM, V2, ARCTIC, at_once=128),
+    "hybrid": _vllm("calls", EAGLE, HYBRID),
+    **{f"sglang-{drafter}": [drafter] for drafter in ("none", "NGRAM", "agentspec")},
+    "engine": ["gpu", "--seconds", "200", "--learned", "400"],
+}
+
+
+def command_of(name: str, folder: Path) -> list[str]:
+    """The whole command of a part, to be run in the folder."""
+    out = f"results/{name}.json"
+    if name.startswith("sglang"):
+        return [
+            "env/sglang/bin/python",
+            "-P",
+            "-m",
+            "agentspec.benchmarks.sglang_engine",
+            *COMMANDS[name],
+            "sglang",
+            out,
+        ]
+    traces = [word for path in sorted((folder / "data").glob("*.jsonl*")) for word in ("--traces", f"data/{path.name}")]
+    return ["env/vllm/bin/agentspec", "bench", *COMMANDS[name], *traces, "--tokenizer", "data", "--json", out]
+
+
+def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool) -> None:
+    """Fill the folder. `dry` only prints how the wheels would be fetched and built."""
+    for name in ("data", "results"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for path in (*traces, tokenizer / "tokenizer.json"):
+        shutil.copy(path, folder / "data")
+    (folder / "run").write_text(RUN)
+    (folder / "run").chmod(0o755)
+    for engine, wanted in WHEELS.items():
+        checkout = f"{Path(__file__).resolve().parents[2]}[torch]"
+        arguments = ["wheel", "--prefer-binary", "--wheel-dir", str(folder / "wheels" / engine), *wanted, checkout]
+        print("pip", *arguments, flush=True)
+        if not dry:
+            subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+
+
+def run(folder: Path, chosen: Sequence[str], seconds: float = SECONDS) -> int:
+    """Run the parts without results, or those `chosen`. Returns how many failed, after which the next went on."""
+    failed = 0
+    for name in chosen or COMMANDS:
+        done = not chosen and (folder / "results" / f"{name}.json").exists()
+        reason = "done before" if done else _run_part(name, folder, seconds)
+        failed += reason.startswith("FAILED")
+        print(f"{name}: {reason}", flush=True)
+    (folder / "results.json").write_text(json.dumps(list(measured(folder)), indent=1) + "\n")
+    return failed
+
+
+def _run_part(name: str, folder: Path, seconds: float) -> str:
+    """Run a part, and say how that ended."""
+    result, log = folder / "results" / f"{name}.json", folder / "results" / f"{name}.log"
+    result.unlink(missing_ok=True)
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(folder.resolve() / "cache"), "PYTHONSAFEPATH": "1"}
+    try:
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command_of(name, folder), cwd=folder, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
+        try:
+            code = process.wait(seconds)
+        finally:
+            _kill(process)
+    except subprocess.TimeoutExpired:
+        return f"FAILED, it took more than {seconds:g} s: see {log}"
+    except OSError as error:
+        return f"FAILED: {error}"
+    return "done" if result.exists() else f"FAILED with code {code}: see {log}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a part with all processes that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def measured(folder: Path) -> Iterator[dict[str, Any]]:
+    """Each goal with what was measured of it: a row of `docs/gpu.json`."""
+    for name, at_once, drafter, baseline, goal in GOALS:
+        row = {"requests": at_once, "drafter": drafter, "against": baseline, "goal": goal, "ratio": None}
+        if (path := folder / "results" / f"{name}.json").exists():
+            found = json.loads(path.read_text())
+            row |= {"shape": found["shape"], "device": found["device"], **_ratio(found["calls"], drafter, baseline)}
+        yield row
+
+
+def _ratio(calls: Sequence[dict[str, Any]], drafter: str, baseline: str) -> dict[str, Any]:
+    runs = [call["runs"] for call in calls if {drafter, baseline} <= set(call["runs"])]
+    if not runs:
+        return {}
+    slow, fast = ([run[name]["seconds"] for run in runs] for name in (baseline, drafter))
+    counted = {"calls": len(runs), "equal": all(run[drafter]["equal"] for run in runs)}
+    if len(runs) < MIN_PAIRS:
+        return {"ratio": sum(slow) / sum(fast), **counted}
+    found = paired_ratio(slow, fast)
+    return {"ratio": found.median, "interval": [found.low, found.high], **counted}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    (preparing := actions.add_parser("prepare")).add_argument("folder", type=Path)
+    preparing.add_argument("--traces", type=Path, nargs="+", required=True, help="files of recorded calls")
+    preparing.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json for them")
+    preparing.add_argument("--dry-run", action="store_true", help="fetch and build no wheels")
+    (running := actions.add_parser("run")).add_argument("folder", type=Path)
+    running.add_argument("parts", nargs="*", choices=[[], *COMMANDS], help="run these, also a second time")
+    given = parser.parse_args()
+    if given.action == "run":
+        sys.exit(min(run(given.folder, given.parts), 1))
+    prepare(given.folder, given.traces, given.tokenizer, dry=given.dry_run)
+
+
+if __name__ == "__main__":
+    main()

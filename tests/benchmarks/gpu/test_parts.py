@@ -1,0 +1,65 @@
+"""The parts of a run on a GPU, with stand-ins for the programs: what is run, again and in vain, and what is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentspec.benchmarks.gpu import bench as local
+from agentspec.benchmarks.gpu.parts import COMMANDS, command_of, prepare, run
+from agentspec.benchmarks.vllm import bench as forced
+from agentspec.cli import app
+
+SECONDS = {"ngram_gpu": 3.0, "agentspec V2": 2.0, "Arctic": 2.5}
+RUNS = {name: {"seconds": seconds, "equal": True} for name, seconds in SECONDS.items()}
+FOUND = json.dumps({"shape": "8b", "device": "a GPU", "calls": [{"runs": RUNS}] * 8})
+PROGRAM = f"""#!/bin/sh
+echo "$@" >> asked
+case "$*" in *"--at-once 32"*) exit 3;; *"--at-once 128"*) sleep 600;; esac
+for out; do :; done
+echo '{FOUND}' > "$out"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, calls_of: Any, tokenizer: Path) -> Path:
+    prepare(tmp_path / "gpu", [calls_of("airline", ["so it is"] * 3)], tokenizer, dry=True)
+    for program in ("vllm/bin/agentspec", "sglang/bin/python"):
+        path = tmp_path / "gpu" / "env" / program
+        path.parent.mkdir(parents=True)
+        path.write_text(PROGRAM)
+        path.chmod(0o755)
+    return tmp_path / "gpu"
+
+
+def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, ["vllm-128"], seconds=0.01) == 1
+    (folder / "env/vllm/bin/agentspec").write_text(PROGRAM.replace("sleep 600", "true"))
+    assert run(folder, []) == 1
+    said = capsys.readouterr().out
+    assert "vllm-128: FAILED, it took more than 0.01 s" in said and "vllm-32: FAILED with code 3" in said
+    assert said.count(": done") == len(COMMANDS) - 1
+    rows = json.loads((folder / "results.json").read_text())
+    assert [row["ratio"] for row in rows] == [1.5, 1.5, None, 1.5, 1.25, 1.25, None]
+    assert rows[0] == {
+        "requests": 1, "drafter": "agentspec V2", "against": "ngram_gpu", "goal": 1.3, "shape": "8b",
+        "device": "a GPU", "ratio": 1.5, "interval": [1.5, 1.5], "calls": 8, "equal": True,
+    }  # fmt: skip
+    asked = len((folder / "asked").read_text().splitlines())
+    assert run(folder, []) == 1 and len((folder / "asked").read_text().splitlines()) == asked + 1
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if not name.startswith("sglang")])
+def test_each_part_is_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plans: list[Any] = []
+    for module, function in ((forced, "run_forced"), (local, "run_gpu")):
+        monkeypatch.setattr(module, function, lambda plan, progress: plans.append(plan) or pytest.exit.Exception())
+    monkeypatch.chdir(folder)
+    CliRunner().invoke(app, command_of(name, folder)[1:])
+    (plan,) = plans
+    assert plan.shape == "8b" and plan.seconds == 200 and plan.traces[0].exists()
+    assert name == "engine" or len(plan.chosen()) == 1 + COMMANDS[name].count("--variant")
