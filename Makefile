@@ -64,7 +64,7 @@ $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
 	$(if $(LOCK),$(BIN)/python -m pip check)
 	@touch $@
 
-demo: $(VENV)/.installed-all
+demo: $(VENV)/.installed-torch,langgraph,proxy
 	$(BIN)/agentspec demo
 
 test: $(VENV)/.installed-test

@@ -19,8 +19,8 @@ OFF, ON, AGAIN = "off", "on", "on, same again"
 
 
 def demo(
-    sessions: Annotated[int, typer.Option(min=1, max=MEASURED, help="Sessions of the agent")] = 2,
-    turns: Annotated[int, typer.Option(min=1, max=8, help="Model calls of a session, each with a longer prompt")] = 3,
+    sessions: Annotated[int, typer.Option(min=1, max=MEASURED, help="Sessions of the agent")] = 1,
+    turns: Annotated[int, typer.Option(min=1, max=8, help="Model calls of a session, each with a longer prompt")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a call, in tokens")] = 64,
     model: ModelOption = "smollm2-135m",
 ) -> None:
@@ -53,20 +53,19 @@ def demo(
 async def _measured(
     backend: TorchBackend, workflows: list[Workflow], max_tokens: int, progress: Callable[[str], None]
 ) -> RunTable:
-    """Each session with speculation off, on for the first time, and on again with a cache that knows it."""
+    """Each call with speculation off and on, by turns, and then the session on again, with a cache that knows it."""
     from agentspec.benchmarks.runs import RunTable, ask
     from agentspec.types import Labels, SamplingParams
 
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     runs = RunTable("demo", turns=len(workflows[0].turns))
     for number, workflow in enumerate(workflows, 1):
-        for variant in (OFF, ON, AGAIN):
-            labels, tenant = Labels(f"{number}, {variant}", "coding agent"), OFF if variant == OFF else ON
-            for turn in range(runs.turns):
-                progress(f"session {number} of {len(workflows)}, speculation {variant}, call {turn + 1}")
-                prompt = _prompt(backend, workflow, turn)
-                run = await ask(backend, prompt, greedy, tenant, labels=labels, speculation=variant != OFF)
-                runs.add(variant, run)
+        calls = [(turn, variant) for turn in range(runs.turns) for variant in (OFF, ON)]
+        for turn, variant in [*calls, *((turn, AGAIN) for turn in range(runs.turns))]:
+            progress(f"session {number} of {len(workflows)}, call {turn + 1}, speculation {variant}")
+            labels, on = Labels(f"{number}, {variant}", "coding agent"), variant != OFF
+            tenant, prompt = ON if on else OFF, _prompt(backend, workflow, turn)
+            runs.add(variant, await ask(backend, prompt, greedy, tenant, labels=labels, speculation=on))
     return runs
 
 

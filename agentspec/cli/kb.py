@@ -87,9 +87,7 @@ def build_datastore(
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
     out: Annotated[
         Path,
-        typer.Option(
-            help="Folder of the datastore; an unfinished one is continued", file_okay=False, callback=creatable
-        ),
+        typer.Option(help="Its folder; an unfinished datastore is continued", file_okay=False, callback=creatable),
     ],
     model: ModelOption = "smollm2-135m",
 ) -> None:
