@@ -157,7 +157,7 @@ class ChunkWriter(ApiWriter):
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage` object. It has prediction counts only if the request carried a prediction, and those of thoughts
-    only if somebody counted them.
+    only if they were counted.
     """
     accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
     thoughts = usage.reasoning_tokens

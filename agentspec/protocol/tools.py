@@ -42,10 +42,8 @@ class ToolNames:
     """The names that the tools of a Responses or a Messages request have in its chat: one for each that it offers, and
     for each that its conversation speaks of. They are looked up in both directions, and never taken apart.
 
-    A chat has one list of functions, and upstreams limit their names: 64 letters, digits, `_` and `-`.
-
-    A tool without a namespace keeps its name, another is called `NAMESPACE__NAME`. Where that is taken or no name
-    upstreams take, the name ends in a hash of both.
+    A tool without a namespace has its own name, another is called `NAMESPACE__NAME`. Where that is taken, or not 64
+    letters, digits, `_` and `-`, which all upstreams take, the name ends in a hash of both.
     """
 
     _names: dict[Key, str] = field(default_factory=dict)

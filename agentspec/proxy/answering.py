@@ -100,9 +100,9 @@ async def read_history(api: Api, keeper: Keeper, context: RequestContext, body: 
     if not isinstance(previous, str):  # another value is refused where the fields are read
         return ()
     async with context.deadline.limit():
-        history = await keeper.history(context.tenant, previous)
-    body.take(history.size)
-    return history.items
+        items, size = await keeper.history(context.tenant, previous)
+    body.take(size)
+    return items
 
 
 @dataclass(frozen=True, slots=True)

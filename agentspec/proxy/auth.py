@@ -95,7 +95,6 @@ def _digest(key: bytes) -> bytes:
 
 MAX_HEADERS = 128
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
-_KNOWN_HOSTS = 1024  # spellings of Host that are remembered as allowed
 
 
 def is_loopback(host: str) -> bool:
@@ -120,7 +119,6 @@ class HostCheck:
         names = (name.lower().rstrip(".") for name in (server.host, *server.allowed_hosts))
         self._names = frozenset(name.strip("[]") for name in names)
         self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
-        self._allowed: set[bytes] = set()
 
     def check(self, scope: Scope, *, any_host: bool = False) -> None:
         """Raise `InvalidRequestError` for a Host header that is missing, doubled or not a host, and for many headers.
@@ -135,8 +133,7 @@ class HostCheck:
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
             raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")
         for host in hosts:
-            if host not in self._allowed:
-                self._check_host(host, any_host)
+            self._check_host(host, any_host)
         if origins and self._checks_origin and not any_host:
             self._check_origins(origins, hosts)
 
@@ -152,8 +149,6 @@ class HostCheck:
                 f"this server does not answer for the host {name[:100]!r}: without API keys a web page could use it"
                 " under any name. Add the name to server.allowed_hosts, or set server.api_keys"
             )
-        if len(self._allowed) < _KNOWN_HOSTS:
-            self._allowed.add(raw)
 
     def _check_origins(self, origins: list[bytes], hosts: list[bytes]) -> None:
         try:

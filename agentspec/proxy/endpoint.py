@@ -64,10 +64,7 @@ class Services:
 
 @dataclass(slots=True)
 class GatewayEndpoint:
-    """`POST` to one route, as an ASGI application. The middleware turns errors into responses.
-
-    Subclasses say in `respond` how an admitted request is answered.
-    """
+    """`POST` to one route, as an ASGI application; `respond` answers an admitted request."""
 
     root: ClassVar[str] = "/v1"  # what stands before `path` in the gateway's routes
     generates: ClassVar[bool] = True  # else the limits of keys do not count it

@@ -81,7 +81,7 @@ def _body(error: AgentSpecError) -> bytes:
 
 
 def refused_key(upstream: str) -> UpstreamAuthenticationError:
-    """What a client gets when an upstream refuses the operator's key: its own words tell about key and account."""
+    """What a client gets when an upstream refuses the operator's key: its own words describe key and account."""
     return UpstreamAuthenticationError(
         f"{upstream} refused the gateway's request (its key, or what the key may use); tell the gateway's operator"
     )

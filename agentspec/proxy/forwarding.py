@@ -1,7 +1,6 @@
-"""Forwards requests to upstream models, and sends the upstream's answers back byte for byte.
-
-The gateway must know whether an answer is whole, its counts, and a reported error. It parses only the events that a
-search for these names finds."""
+"""Forwards requests to upstream models, and sends their answers back byte for byte: of a stream only the events are
+parsed that may hold its end, its counts or an error.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
 
 
 class Inspector:
-    """Follows a stream that is passed on. Only events that `telling` matches are parsed: text of an answer is JSON too,
-    but its quotes are escaped and match nothing.
+    """Follows a stream that is passed on; only events that `telling` matches are parsed.
 
     `done`: the upstream said that the stream is complete. `error`: what it reported in place of the rest, if it did.
     `counts`: its `usage` and `speculation` so far.
@@ -160,11 +158,7 @@ _NO_CONTENT = 204  # has no body and no length of one (RFC 9110, sections 8.6 an
 
 
 async def upstream_body(body: RequestBody, context: RequestContext) -> bytes:
-    """The body with the upstream's model name, and with what the backend sends about the client.
-
-    Every other byte stays. Token ids are not requested on behalf of a client, which would otherwise get events and
-    fields that it did not request.
-    """
+    """The body with the upstream's model name, and with what the backend sends about the client; else unchanged."""
     path, fields, model, backend = context.api, body.fields, context.route.upstream_model, context.upstream
     asked = with_priority(backend, fields, context)
     added = await backend.body_fields(path, context.tenant, context.labels, asked, context.off)

@@ -97,9 +97,8 @@ def _clock(second: int) -> str:
 
 
 class BackgroundHandler(logging.StreamHandler[TextIO]):
-    """Writes lines in batches from a thread, so that a slow reader of the log holds up no request.
-
-    `flush`, which also runs when the interpreter exits, writes what waits.
+    """Writes lines in batches from a thread, so that a slow reader of the log holds up no request; `flush`, which also
+    runs when the interpreter exits, writes what waits.
     """
 
     def __init__(self, stream: TextIO) -> None:

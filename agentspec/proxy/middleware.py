@@ -33,10 +33,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RecordedRoute(Route):
-    """A route that first records its path, so that failed requests have it too.
-
-    Raises `PermissionDeniedError` if the identity of the request's key lacks the `permission`.
-    """
+    """A route for keys with a `permission`; it first records its path, so that failed requests have it too."""
 
     def __init__(self, path: str, handler: Any, methods: str | Sequence[str], permission: str = "") -> None:
         listed = [methods] if isinstance(methods, str) else methods

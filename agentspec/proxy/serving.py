@@ -92,9 +92,8 @@ class GatewayServer(uvicorn.Server):
 def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     """Run the gateway in this process until SIGTERM or SIGINT, then drain. Returns once all is flushed and closed.
 
-    A signal while a model loads ends the process at once with status 0, since no request was served yet. Raises what
-    building the backends raises. Drains and raises `EngineStoppedError` when a local engine's device fails: only a new
-    process can use it again.
+    A signal while a model loads ends the process at once with status 0. Raises what building the backends raises, and
+    `EngineStoppedError` after a drain when a local engine's device fails: only a new process can use it again.
     """
     logs.configure(log_level, background=True)
     runtime = Runtime(settings)

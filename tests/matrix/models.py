@@ -133,8 +133,8 @@ class Upstream:
     def _answer(self, request: Any, path: str, body: dict[str, Any]) -> None:
         content, ending = wish_in(request.body.decode())
         if ending == "error":
-            told = {"message": f"no quota left for key {ACCOUNT_KEY}", "type": "insufficient_quota"}
-            request.answer(json.dumps({"error": told}).encode(), 429)
+            sent = {"message": f"no quota left for key {ACCOUNT_KEY}", "type": "insufficient_quota"}
+            request.answer(json.dumps({"error": sent}).encode(), 429)
             return
         events = WIRES[path](content, ending)
         if not body.get("stream"):

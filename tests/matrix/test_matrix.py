@@ -119,7 +119,7 @@ def assert_same(one: Answer, other: Answer, case: Case) -> None:
 
 
 def check_sent(case: Case, path: str, headers: dict[str, str], body: dict[str, Any]) -> None:
-    """What an upstream is told about the caller, and what it is not."""
+    """What an upstream is sent about the caller, and what it is not."""
     assert body["model"] == "theirs"
     most = next(body[name] for name in ("max_tokens", "max_output_tokens") if name in body)
     assert most == most_tokens(case)
@@ -127,11 +127,11 @@ def check_sent(case: Case, path: str, headers: dict[str, str], body: dict[str, A
     assert given == (f"Bearer {ACCOUNT_KEY}" if case.own_key else "")  # the gateway's keys stay here
     assert not any(f"key-of-{tenant}" in json.dumps([headers, body]) for tenant in TENANTS)
     assert bool(body.get("cache_salt")) == case.keyed
-    told = body.get("vllm_xargs", {})
-    off = [name for name in ("store", "speculation") if told.get(f"agentspec_{name}") == "off"]
+    sent = body.get("vllm_xargs", {})
+    off = [name for name in ("store", "speculation") if sent.get(f"agentspec_{name}") == "off"]
     if path != "messages":
         assert off == [name for name in ("store", "speculation") if not getattr(case, name)]
-    session = headers.get("x-agentspec-session") if path == "messages" else told.get("agentspec_session")
+    session = headers.get("x-agentspec-session") if path == "messages" else sent.get("agentspec_session")
     assert bool(session) == case.labels
     if case.labels:
         assert (session == LABELS["x-agentspec-session"]) == (not case.keyed)  # a tenant's own name for it

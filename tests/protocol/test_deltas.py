@@ -190,7 +190,7 @@ STEPS = {**COUNTS, "strategy": "s", "proposed_steps": 1}
         {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{"token": "a", "logprob": "#"}]}}]},
     ],
 )
-def test_what_was_read_can_be_written_again(chunk: Any, number: str) -> None:
+def test_chunks_that_were_read_can_be_written_again(chunk: Any, number: str) -> None:
     """Python reads NaN, and numbers beyond a double's range as infinity, which no JSON can hold."""
     given = json.loads(json.dumps(chunk).replace('"#"', number))
     asked = GenerateRequest("m", [{"role": "user", "content": "x"}], sampling=SamplingParams(logprobs=True))
@@ -201,11 +201,11 @@ def test_what_was_read_can_be_written_again(chunk: Any, number: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "read"), [("NaN", -9999.0), ("-Infinity", -9999.0), ("-1e5", -9999.0), ("1e999", 0.0), ("800.0", 0.0)]
+    ("given", "read"), [("NaN", -9999.0), ("-Infinity", -9999.0), ("-1e5", -9999.0), ("1e999", 0.0), ("800.0", 0.0)]
 )
-def test_what_is_no_probability_is_read_as_one(told: str, read: float) -> None:
+def test_log_probabilities_are_clamped(given: str, read: float) -> None:
     """Others compute with them: a judge's score is a mean weighted by probabilities."""
-    item = json.loads(f'{{"token": "a", "logprob": {told}, "top_logprobs": [{{"token": "b", "logprob": {told}}}]}}')
+    item = json.loads(f'{{"token": "a", "logprob": {given}, "top_logprobs": [{{"token": "b", "logprob": {given}}}]}}')
     (token,) = to_delta({"choices": [{"delta": {}, "logprobs": {"content": [item]}}]}).logprobs
     assert (token.logprob, token.top[0].logprob) == (read, read)
 
@@ -244,7 +244,7 @@ def test_speculation_is_read_as_the_class_it_was(speculation: Speculation) -> No
     assert read_speculation({**written, "of a later version": 1}) == speculation
 
 
-def test_the_sum_of_several_answers_keeps_what_they_are() -> None:
+def test_the_sum_of_several_answers_has_their_class() -> None:
     assert summed([]) is None
     lossy = LossyAcceptanceSpeculation(4, 2, 3, 0.5, knobs={"rule": "typical", "epsilon": 0.5}, substituted=1)
     assert summed([lossy, lossy]) == replace(

@@ -95,7 +95,7 @@ def outcome(api: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("api", "at"), [(api, at) for api in APIS for at in range(len(CASES[api]))])
-def test_what_a_body_asks_for(api: str, at: int) -> None:
+def test_each_body_is_read_or_refused_as_recorded(api: str, at: int) -> None:
     body, expected = CASES[api][at]
     assert outcome(api, body) == expected
 

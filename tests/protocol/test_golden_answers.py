@@ -100,7 +100,7 @@ of_each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['
 
 
 @of_each_case
-def test_what_is_written(case: dict[str, Any]) -> None:
+def test_streams_and_whole_answers_equal_the_transcripts(case: dict[str, Any]) -> None:
     assert written(case["api"], case["options"], [*map(delta, case["deltas"])]) == case["written"]
 
 

@@ -118,7 +118,7 @@ def _texts(found: list[dict[str, Any]]) -> dict[str, str]:
         ("[" * 5000, "[" * 5000),
     ],
 )
-def test_the_input_of_a_custom_tool_whatever_the_model_wrote(written: str, text: str) -> None:
+def test_any_arguments_become_the_input_of_a_custom_tool(written: str, text: str) -> None:
     called = [{"index": 0, "id": "c", "function": {"name": "edit", "arguments": written}}]
     writer = EventWriter(parse_responses({"input": "hi", "tools": [{"type": "custom", "name": "edit"}]}))
     writer.add(Delta(extra={"tool_calls": called}, finish_reason="tool_calls"))
@@ -169,7 +169,7 @@ def answers(draw: st.DrawFn) -> list[Delta]:
 
 
 @given(answers())
-def test_every_event_is_valid_and_tells_the_whole(deltas: list[Delta]) -> None:
+def test_every_event_is_valid_and_together_they_are_the_response(deltas: list[Delta]) -> None:
     found = events(deltas)
     whole = found[-1]["response"]
     output = whole["output"]
@@ -199,8 +199,8 @@ def test_the_input_of_a_custom_tool_comes_in_pieces(written: str, at: list[int])
     tools = [{"type": "namespace", "name": "disk", "description": "", "tools": [{"type": "custom", "name": "edit"}]}]
     deltas = [call(0, "", id="a", name="disk__edit"), *pieces, Delta(finish_reason="tool_calls")]
     found = events(deltas, tools=tools)
-    told = "".join(event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta")
+    sent = "".join(event["delta"] for event in found if event["type"] == "response.custom_tool_call_input.delta")
     [done] = [event for event in found if event["type"] == "response.custom_tool_call_input.done"]
     [item] = found[-1]["response"]["output"]
-    assert told == done["input"] == item["input"] == written
+    assert sent == done["input"] == item["input"] == written
     assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "edit", "disk")

@@ -20,7 +20,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_what_json_writes_as_utf_8_passes(value: Any) -> None:
+def test_json_that_utf_8_can_write_passes(value: Any) -> None:
     check_json(value, "x")
     assert json.loads(json.dumps(value).encode()) == value
 
@@ -53,7 +53,7 @@ CIRCLE.append(CIRCLE)
         (lambda: [0] * (MAX_JSON_VALUES + 1), "more than 100,000"),
     ],
 )
-def test_what_is_refused_names_the_field(made: Callable[[], Any], says: str) -> None:
+def test_a_refusal_names_the_field(made: Callable[[], Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as caught:
         check_json(made(), "field")
     assert caught.value.param == "field" and caught.value.message.startswith("field ")

@@ -93,7 +93,7 @@ def test_the_splitter_loses_and_invents_nothing(pieces: list[bytes], data: st.Da
 
 
 @given(streams(), st.data())
-def test_what_the_splitter_passes_is_whole_events(stream: tuple[bytes, list[str]], data: st.DataObject) -> None:
+def test_the_splitter_passes_whole_events(stream: tuple[bytes, list[str]], data: st.DataObject) -> None:
     wire, expected = stream
     splitter, found = EventSplitter(), []
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))

@@ -26,7 +26,7 @@ def limits(tenants: dict[str, TenantLimits] | None = None, **server: Any) -> Ser
 
 
 class Crowd:
-    """Requests that run until they are told to end."""
+    """Requests that run until their test ends them."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.slots = Slots(settings)
@@ -96,7 +96,7 @@ async def test_busy_tenants_share_by_weight(weight: float, share: int) -> None:
     await crowd.close()
 
 
-async def test_nobody_waits_while_a_slot_is_free_that_the_tenant_may_use() -> None:
+async def test_no_request_waits_while_its_tenant_has_a_free_slot() -> None:
     crowd = Crowd(limits({"a": TenantLimits(max_concurrent=2), "b": TenantLimits()}, max_concurrent=5))
     await crowd.send("a", 4)
     await crowd.send("b", 9)

@@ -139,13 +139,13 @@ def labelled(shared_gateway: Any, shared_upstream: Any) -> Any:
 
 
 @pytest.mark.parametrize(("headers", "fields", "labels"), NAMES)
-def test_what_agents_call_themselves(
+def test_labels_are_read_from_the_headers_and_fields_of_agents(
     labelled: Any, headers: dict[str, str], fields: dict[str, Any], labels: Labels
 ) -> None:
     assert labelled(headers, fields) == labels
 
 
-def test_a_name_that_no_label_may_be_is_replaced_by_its_digest(labelled: Any) -> None:
+def test_a_name_that_is_no_valid_label_is_replaced_by_its_digest(labelled: Any) -> None:
     long, broken = (labelled({}, {"session_id": name}).session for name in ("x" * 300, "a\nb"))
     assert len(long) == len(broken) == 64 and long != broken
 

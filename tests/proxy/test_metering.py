@@ -128,7 +128,7 @@ def post(running: Any, path: str, key: str = "a", **fields: Any) -> httpx.Respon
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_headers_tell_where_the_key_stands_and_the_next_request_is_refused(keyed: Any, path: str, stream: bool) -> None:
+def test_headers_report_the_limits_and_the_next_request_is_refused(keyed: Any, path: str, stream: bool) -> None:
     running = keyed(FakeBackend(Answer(text="one two")), requests_per_minute=2, tokens_per_minute=1000)
     for left in (1, 0):
         answer = post(running, path, stream=stream)
@@ -149,7 +149,7 @@ def test_headers_tell_where_the_key_stands_and_the_next_request_is_refused(keyed
     assert running.metric("agentspec_rate_limited_total", tenant="a", limit="requests_per_minute") == 1
 
 
-def test_what_is_no_work_of_a_model_is_not_limited(keyed: Any) -> None:
+def test_requests_that_generate_nothing_are_not_limited(keyed: Any) -> None:
     running = keyed(FakeBackend("hi"), requests_per_minute=1)
     assert post(running, CHAT, model="unknown").status_code == 404
     assert post(running, CHAT).status_code == 200
@@ -159,7 +159,7 @@ def test_what_is_no_work_of_a_model_is_not_limited(keyed: Any) -> None:
     assert post(running, "/v1/messages/count_tokens", messages=HI).status_code != 429
 
 
-def test_a_request_that_never_fits_is_told_so(keyed: Any) -> None:
+def test_a_request_above_the_limit_gets_400(keyed: Any) -> None:
     running = keyed(FakeBackend("hi"), tokens_per_minute=100)
     for path in (CHAT, RESPONSES):
         name = "max_output_tokens" if path == RESPONSES else "max_tokens"
@@ -174,7 +174,7 @@ def test_a_request_that_never_fits_is_told_so(keyed: Any) -> None:
     assert asked.status_code == 200 and asked.headers["x-ratelimit-remaining-tokens"] == "0"
 
 
-def test_what_runs_in_the_background_names_a_bound(keyed: Any) -> None:
+def test_a_background_request_needs_a_bound(keyed: Any) -> None:
     """No part of it arrives here by which it could be charged later."""
     running = keyed(FakeBackend("hi"), tokens_per_minute=1000)
     body = {"model": "fake", "input": "hi", "background": True}
@@ -200,10 +200,10 @@ def test_a_failed_call_gives_its_tokens_back(keyed: Any) -> None:
     assert before - left(running) < 200
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, upstream: Any, told: bool) -> None:
+@pytest.mark.parametrize("reported", [False, True])
+def test_an_answer_without_usage_is_charged_the_estimate(keyed: Any, upstream: Any, reported: bool) -> None:
     content: dict[str, Any] = {"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}
-    if told:
+    if reported:
         content["usage"] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
     def script(request: Any) -> None:
@@ -214,12 +214,12 @@ def test_an_upstream_that_tells_no_usage_is_charged_the_estimate(keyed: Any, ups
     assert 1050 < first < 1100, "the upstream's own limits are none of this key's"
     running.metric("agentspec_requests_in_flight")
     second = post(running, CHAT, max_tokens=900)
-    assert int(second.headers["x-ratelimit-remaining-tokens"]) == (first - 5 if told else 2 * first - 2000)
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) == (first - 5 if reported else 2 * first - 2000)
     assert post(running, CHAT, "b").headers["x-ratelimit-remaining-tokens"] == "77"
 
 
 @pytest.mark.parametrize(("local", "leaves", "bound"), [(False, False, None), (True, True, None), (True, True, 3500)])
-def test_a_stream_without_usage_is_charged_what_came_of_it(
+def test_a_stream_without_usage_is_charged_by_its_events(
     keyed: Any, upstream: Any, local: bool, leaves: bool, bound: int | None
 ) -> None:
     """A stream that reports no usage, or whose client leaves before it does, is no way around the limit."""
@@ -241,7 +241,7 @@ def test_a_stream_without_usage_is_charged_what_came_of_it(
 
 
 @pytest.mark.parametrize("how", ["error event", "cut"])
-def test_an_answer_that_breaks_off_is_charged_what_arrived(
+def test_an_answer_that_breaks_off_is_charged_by_its_events(
     gateway: Any, upstream: Any, monkeypatch: Any, how: str
 ) -> None:
     """Who reads all but the tail of an answer does not get it for nothing."""

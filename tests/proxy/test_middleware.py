@@ -115,8 +115,8 @@ def test_one_line_a_request(gateway: Any, log: io.StringIO) -> None:
     running.metric("agentspec_requests_in_flight")
     [line] = [json.loads(line) for line in log.getvalue().splitlines() if '"event": "request"' in line]
     assert line["seconds"] > 0 and line["first_token_seconds"] > 0 and line["timestamp"]
-    kept = {name: line[name] for name in line if not name.endswith("seconds") and name != "timestamp"}
-    assert kept == {
+    left = {name: line[name] for name in line if not name.endswith("seconds") and name != "timestamp"}
+    assert left == {
         "event": "request",
         "level": "info",
         "request_id": "r-1",

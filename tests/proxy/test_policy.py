@@ -76,7 +76,7 @@ def upstream_settings(url: str, **options: Any) -> Settings:
     return Settings(backends={"up": up}, models={"fake": ModelSettings(backend="up")})
 
 
-def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: Any, upstream: Any) -> None:
+def test_store_off_holds_for_a_chat_that_an_upstream_would_store(gateway: Any, upstream: Any) -> None:
     server = upstream(lambda request: request.answer(b"{}"))
     running = gateway({}, upstream_settings(server.url))
     for headers in ({"x-agentspec-store": "off"}, {}):
@@ -85,7 +85,7 @@ def test_a_chat_that_an_upstream_would_keep_is_not_kept_with_store_off(gateway: 
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses"])
-def test_a_translated_request_keeps_its_priority(gateway: Any, upstream: Any, route: str) -> None:
+def test_a_translated_request_has_its_priority(gateway: Any, upstream: Any, route: str) -> None:
     answer = b'{"choices": [{"index": 0, "message": {"content": "hi"}, "finish_reason": "stop"}]}'
     server = upstream(lambda request: request.answer(answer, status=200 if request.target == CHAT else 404))
     running = gateway({}, upstream_settings(server.url, priority="highest_first"))
@@ -124,26 +124,26 @@ def in_front_of(url: str, *, store: bool = True, **options: Any) -> Settings:
     return Settings(backends={"up": up}, models={"m": ModelSettings(backend="up")}, cache=cache)
 
 
-def told(server: Any) -> list[Any]:
-    """What each request told the drafter, in either field."""
+def sent(server: Any) -> list[Any]:
+    """What each request sent the drafter, in either field."""
     bodies = [request.json for request in server.requests if request.method == "POST" and request.body != b"{}"]
     return [body.get("vllm_xargs", body.get("custom_params")) for body in bodies]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("owner", "expected"), [("vllm", OFF), ("sglang", OFF), ("somebody", None)])
-def test_a_server_with_a_drafter_of_its_own_is_told(
+@pytest.mark.parametrize(("owner", "expected"), [("vllm", OFF), ("sglang", OFF), ("other", None)])
+def test_switches_reach_servers_with_our_drafter(
     gateway: Any, upstream: Any, route: str, owner: str, expected: Any
 ) -> None:
     server = upstream(serve(owner))
     running = gateway({}, in_front_of(server.url))
     for headers in (SWITCHED, {}):
         httpx.post(f"{running.url}{route}", json={"model": "m", **ROUTES[route]}, headers=headers, timeout=60)
-    assert told(server) == [expected, None]
+    assert sent(server) == [expected, None]
 
 
 def test_a_gateway_that_stores_nothing_asks_its_servers_to_store_nothing(gateway: Any, upstream: Any) -> None:
     server = upstream(serve("vllm"))
     running = gateway({}, in_front_of(server.url, store=False))
     httpx.post(f"{running.url}/v1/chat/completions", json={"model": "m", "messages": MESSAGES}, timeout=60)
-    assert told(server) == [{"agentspec_store": "off"}]
+    assert sent(server) == [{"agentspec_store": "off"}]

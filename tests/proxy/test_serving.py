@@ -31,7 +31,7 @@ from agentspec.testing import FakeBackend
 
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_load_under_way_does_not_hold_up_the_end(tmp_path: Path, sent: signal.Signals) -> None:
-    """The weights are a pipe that nobody writes to, so that reading them never ends."""
+    """The weights are a pipe that no one writes to, so that reading them never ends."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")

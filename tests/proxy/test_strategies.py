@@ -67,10 +67,10 @@ def test_the_gateway_streams_verified_text_and_says_that_nothing_is_lost(gateway
     assert answer.headers["x-agentspec-lossless"].startswith("ralmspec; document_tokens=256")
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
-    told = events[-1]["speculation"]
-    assert told["lossy"] is False and told["strategy"] == "ralmspec" and told["steps"] == 6
-    assert told["batches"] <= told["queries"] and 0 <= told["hit_rate"] <= 1 and told["strides"][0] == 0
-    assert set(told["seconds"]) == {"generate", "rolled_back", "retrieve", "verify", "encode"}
+    shown = events[-1]["speculation"]
+    assert shown["lossy"] is False and shown["strategy"] == "ralmspec" and shown["steps"] == 6
+    assert shown["batches"] <= shown["queries"] and 0 <= shown["hit_rate"] <= 1 and shown["strides"][0] == 0
+    assert set(shown["seconds"]) == {"generate", "rolled_back", "retrieve", "verify", "encode"}
     off = httpx.post(f"{running.url}/v1/chat/completions", json=BODY, headers={"x-agentspec-speculation": "off"})
     assert off.json()["choices"][0]["message"]["content"] == said and len(said.split()) == 24
     assert off.json()["speculation"]["strides"] == [0] * 6
@@ -122,7 +122,9 @@ REFUSED = {
         ),
     ],
 )
-def test_what_rounds_cannot_honour_is_refused(gateway: Any, corpus: Path, fields: dict[str, Any], param: str) -> None:
+def test_fields_that_retrieval_cannot_honour_are_refused(
+    gateway: Any, corpus: Path, fields: dict[str, Any], param: str
+) -> None:
     running = gateway({"large": Reader()}, retrieving(corpus))
     answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, **fields})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param

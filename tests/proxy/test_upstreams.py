@@ -1,4 +1,4 @@
-"""What upstreams are told of tenants and of the names that agents give themselves; vLLM's labels."""
+"""What upstreams are sent of tenants and of the names that agents give themselves; vLLM's labels."""
 
 from __future__ import annotations
 
@@ -96,18 +96,11 @@ def test_each_tenants_requests_carry_a_salt_of_its_own(gateway: Any, upstream: A
 
 
 def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream: Any, tmp_path: Path) -> None:
-    server = upstream(serve("somebody"))
+    server = upstream(serve("other"))
     with pytest.raises(ConfigurationError, match="shared_upstream"):
         Runtime(settings(server.url, tmp_path)).start()
     with pytest.raises(ValueError, match=r"backends\.up\.shared_upstream"):
         settings(server.url, tmp_path, server_kind="other")
-
-
-def test_it_starts_if_the_operator_lets_them_share(gateway: Any, upstream: Any, tmp_path: Path) -> None:
-    server = upstream(serve("somebody"))
-    running = gateway({}, settings(server.url, tmp_path, shared_upstream=True))
-    assert ask_as(running, "alice").status_code == 200
-    assert server.requests[-1].json == CHAT
 
 
 def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, upstream: Any, tmp_path: Path) -> None:
@@ -118,7 +111,7 @@ def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, ups
     assert not [request for request in server.requests if request.method == "POST"]
 
 
-def test_nobody_sends_another_tenants_request_id(gateway: Any, upstream: Any, tmp_path: Path) -> None:
+def test_request_ids_of_tenants_differ_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(serve("vllm"))
     running, sent = gateway({}, settings(server.url, tmp_path)), []
     for tenant in ("alice", "bob"):
@@ -152,10 +145,10 @@ def asked(server: Any) -> Any:
     [
         ("vllm", {"session_id": "s1", "vllm_xargs": {"agentspec_session": "s1", "agentspec_step": "a1"}}, {}),
         ("sglang", {"session_id": "s1"}, {"x-smg-routing-key": "s1"}),
-        ("somebody", {}, {}),
+        ("other", {}, {}),
     ],
 )
-def test_an_upstream_is_told_in_its_words(
+def test_an_upstream_gets_the_session_in_its_own_field(
     gateway: Any, upstream: Any, path: str, owner: str, fields: Any, headers: dict[str, str]
 ) -> None:
     server = upstream(serve(owner))
@@ -185,7 +178,7 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, tmp_path: Path)
     server = upstream(serve("sglang"))
     running = gateway({}, settings(server.url, tmp_path))
     parents = {"x-dynamo-session-id": "s", "x-dynamo-parent-session-id": "p"}
-    told = []
+    sent = []
     for path in ("/v1/chat/completions", "/v1/messages"):
         for key in ("key-of-alice", "key-of-bob"):
             for given, headers in ((BODY, parents), ({**BODY, "session_id": "s"}, {})):
@@ -194,8 +187,8 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, tmp_path: Path)
                 name = request.headers["x-smg-routing-key"]
                 assert name == request.json["session_id"] and name != "s"
                 assert request.headers.get("x-dynamo-parent-session-id", "") not in ("s", "p")
-                told.append((key, name))
-    assert len(set(told)) == 2 and len({name for _, name in told}) == 2
+                sent.append((key, name))
+    assert len(set(sent)) == 2 and len({name for _, name in sent}) == 2
     odd = send(running, body={**BODY, "session_id": 5}, authorization="Bearer key-of-alice")
     assert odd.status_code == 400 and odd.json()["error"]["param"] == "session_id"
 
@@ -204,7 +197,7 @@ def test_names_are_each_tenants_own(gateway: Any, upstream: Any, tmp_path: Path)
 def test_later_system_messages_get_the_role_user_where_an_upstream_refuses_them(
     gateway: Any, upstream: Any, path: str
 ) -> None:
-    server = upstream(serve("somebody"))
+    server = upstream(serve("other"))
     said = [{"role": role, "content": role} for role in ("system", "user", "assistant", "system", "user")]
     for setting, roles in (
         ("anywhere", [one["role"] for one in said]),

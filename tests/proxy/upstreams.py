@@ -30,7 +30,7 @@ def settings(url: str, folder: Path | None = None, **backend: Any) -> Settings:
     return Settings(server=ServerSettings(api_keys=keys), backends={"up": up}, models=models)
 
 
-def scripted(answer: Script, route: str, owner: str = "somebody") -> Script:
+def scripted(answer: Script, route: str, owner: str = "other") -> Script:
     """An upstream of `owner` with `route` alone; a route is asked for by an empty request, which it refuses."""
 
     def script(request: Any) -> None:
@@ -46,7 +46,7 @@ def scripted(answer: Script, route: str, owner: str = "somebody") -> Script:
     return script
 
 
-def chats(answer: Script, owner: str = "somebody") -> Script:
+def chats(answer: Script, owner: str = "other") -> Script:
     return scripted(answer, "/v1/chat/completions", owner)
 
 

@@ -1,8 +1,4 @@
-"""Reads the bodies of `/v1/messages` and `/v1/messages/count_tokens` as bodies of chat completions.
-
-Every field is acted on, known to be inert, or refused by its own name, for local models as for upstreams that answer
-chats only.
-"""
+"""Reads the bodies of `/v1/messages` and `/v1/messages/count_tokens` as bodies of chat completions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parses the bodies of `/v1/responses`, and turns them into the bodies of chat requests.
-
-Every field is acted on, known to be inert, or refused, as in chats.
-"""
+"""Parses the bodies of `/v1/responses`, and turns them into the bodies of chat requests."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
+from agentspec.protocol.validation import shown_name
 from agentspec.proxy.body import allowed_fields as allowed
 
 _HEAD = 256  # characters of a value that decide what it is
@@ -79,12 +80,8 @@ def check_query(scope: Scope) -> None:
         raise InvalidRequestError(f"the query must be at most {MAX_QUERY_BYTES} percent-encoded ASCII characters")
     for name, text in parse_qsl(query.decode(), keep_blank_values=True, errors="replace"):
         if name not in _NAMES or is_address(text):
-            shown = name[:80].encode("ascii", "replace").decode()
+            shown = shown_name(name)
             raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
-
-
-_Place = tuple[Any, Any]
-"""Where a value is: the place of what holds it, None for the request, and its key there."""
 
 
 class UpstreamFields:
@@ -95,10 +92,8 @@ class UpstreamFields:
         self._arguments = allowed.TEMPLATE_ARGUMENTS | set(settings.allow_fields)
 
     def check(self, fields: Mapping[str, Any], path: str) -> None:
-        """Raise `InvalidRequestError`, with the path of the field as `param`, for what is not allowed in a request to
-        `path`, below the API's root.
-
-        Takes time and memory linear in the size of `fields`.
+        """Raise `InvalidRequestError` that names the field for what is not allowed in a request to `path`. Takes time
+        and memory linear in the size of `fields`.
         """
         if is_address(str(fields.get("model", ""))):
             raise InvalidRequestError("model must be a name, not an address", param="model")
@@ -114,7 +109,7 @@ class UpstreamFields:
         """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
         for name in arguments if isinstance(arguments, dict) else ():
             if name not in self._arguments:
-                param = f"chat_template_kwargs.{_shown(name)}"
+                param = f"chat_template_kwargs.{shown_name(str(name))}"
                 raise InvalidRequestError(
                     f"{param} is not among the template arguments that may be set (allow_fields of the backend)",
                     param=param,
@@ -151,24 +146,24 @@ class UpstreamFields:
             kind in allowed.TOOL_TYPES or kind in self._added or re.fullmatch(r"[a-z_]+_\d[\d_]{7,9}", kind) is not None
         )
 
-    def _walk(self, value: Any, region: allowed.Region, nearest: str = "", at: _Place | None = None) -> None:
-        """Check all strings in an object or array, in order; `nearest` is the last name on the way to it.
-
-        It calls itself for each level: bodies have few.
-        """
+    def _walk(self, value: Any, region: allowed.Region, nearest: str = "", path: str = "") -> None:
+        """Check all strings in an object or array, in order; `nearest` is the last name on the way to it."""
         named = type(value) is dict
         text = _text_of(value) if named else frozenset()
         for key, one in cast("Iterable[tuple[Any, Any]]", value.items() if named else enumerate(value)):
-            name, place = key if named else nearest, (at, key)
+            name = key if named else nearest
             if region.media and named and allowed.TENSORS.fullmatch(key) and key not in self._added:
-                raise _refused(_path(place))
+                raise _refused(_below(path, key))
             if type(one) is str:
-                if name not in region.text and key not in text:
-                    self._check_string(one, name, region, place)
+                if name not in region.text and key not in text and not self._is_harmless(one, name, region):
+                    where, shown = _below(path, key), allowed.MEDIA | allowed.ENCODED
+                    wanted = "must be a data: URL" if region.media and name in shown else "may not name an address"
+                    raise InvalidRequestError(f"{where} {wanted} (allow_media_hosts of the backend)", param=where)
             elif type(one) in (dict, list) and key not in region.skipped:
-                self._walk(one, region.inner.get(key, region), name, place)
+                self._walk(one, region.inner.get(key, region), name, _below(path, key))
 
-    def _check_string(self, text: str, nearest: str, region: allowed.Region, place: _Place) -> None:
+    def _is_harmless(self, text: str, nearest: str, region: allowed.Region) -> bool:
+        """Whether a server that reads this string fetches nothing, or from allowed hosts alone."""
         media = region.media
         if media and nearest in allowed.MEDIA:
             harmless = is_inline(text)
@@ -178,14 +173,7 @@ class UpstreamFields:
             harmless = not allowed.TENSORS.fullmatch(text) or text in self._added
         else:
             harmless = not is_address(text)
-        if not harmless and not is_on(text, self._hosts):
-            path = _path(place)
-            wanted = (
-                "must be a data: URL"
-                if media and nearest in allowed.MEDIA | allowed.ENCODED
-                else "may not name an address"
-            )
-            raise InvalidRequestError(f"{path} {wanted} (allow_media_hosts of the backend)", param=path)
+        return harmless or is_on(text, self._hosts)
 
 
 def _text_of(value: Mapping[str, Any]) -> Set[str]:
@@ -194,7 +182,7 @@ def _text_of(value: Mapping[str, Any]) -> Set[str]:
 
 
 def _refused(path: str, hint: str = "") -> InvalidRequestError:
-    path = _shown(path)
+    path = shown_name(path)
     if path == "priority":
         why = "it would go before others' requests (priority of the backend lets clients stand back)"
     else:
@@ -202,14 +190,6 @@ def _refused(path: str, hint: str = "") -> InvalidRequestError:
     return InvalidRequestError(f"{path} is refused: {why}", param=path)
 
 
-def _path(place: _Place | None) -> str:
-    """The dotted path of a value, of a deep one the last parts."""
-    parts: list[str] = []
-    while place is not None and len(parts) < 16:
-        place, key = place
-        parts.append(f"[{key}]" if isinstance(key, int) else f".{_shown(key)}")
-    return "".join(reversed(parts)).removeprefix(".")
-
-
-def _shown(name: object) -> str:
-    return str(name)[:80].encode("ascii", "replace").decode()
+def _below(path: str, key: object) -> str:
+    """The dotted path of a value in the one at `path`."""
+    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{shown_name(str(key))}".removeprefix(".")

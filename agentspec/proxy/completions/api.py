@@ -26,13 +26,9 @@ def _parse_chat(fields: Fields, context: RequestContext, history: History) -> Pa
 def _parse_completions(fields: Fields, context: RequestContext, history: History) -> Parsed:
     """One request for each prompt. Choices come in the order of the prompts, `n` for each."""
     prompts = several_prompts(fields.get("prompt"))
-    if prompts is None:
-        request, form = parse_completion(fields)
-        return [request], CompletionWriter(request, form)
     parsed = [parse_completion({**fields, "prompt": prompt}) for prompt in prompts]
     first, form = parsed[0]
-    per_prompt = first.sampling.n
-    count = len(prompts) * per_prompt
+    count = len(prompts) * first.sampling.n
     if count > MAX_CHOICES:
         message = f"the request asks for {count} answers; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="n")

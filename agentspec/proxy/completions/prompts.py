@@ -20,10 +20,10 @@ HELD = 64  # deltas that wait to be sent
 Answer = Callable[[], AsyncGenerator[Delta]]
 
 
-def several_prompts(prompt: Any) -> list[Any] | None:
-    """The prompts of a request with more than one, at most `MAX_CHOICES`; token ids are one prompt."""
+def several_prompts(prompt: Any) -> list[Any]:
+    """The prompts of a request, at most `MAX_CHOICES`: token ids are one prompt."""
     if not isinstance(prompt, list) or len(prompt) < 2 or not isinstance(prompt[0], (str, list)):
-        return None
+        return [prompt]
     if len(prompt) > MAX_CHOICES:
         message = f"prompt has {len(prompt)} entries; {MAX_CHOICES} are allowed"
         raise InvalidRequestError(message, param="prompt")

@@ -61,12 +61,6 @@ def not_found(id: str, param: str) -> ResponseNotFoundError:
     return ResponseNotFoundError(f"no response {id[:80]!r} is stored here", param=param)
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    items: list[Item]
-    size: int
-
-
 @dataclass(slots=True)
 class Keeper:
     """The stored answers of a gateway. Its methods wait for the store in one of its own threads."""
@@ -114,8 +108,8 @@ class Keeper:
         """Delete the tenant's answer if it is there; returns whether it was."""
         return is_id(id) and await self._in_thread(lambda: self._store.delete(tenant, _key(id)))
 
-    async def history(self, tenant: str, id: str) -> History:
-        """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first.
+    async def history(self, tenant: str, id: str) -> tuple[list[Item], int]:
+        """The items of the answer `id`, of the ones that it continues, and of their inputs, oldest first; their bytes.
 
         Raises `ResponseNotFoundError`, and `InvalidRequestError` for a conversation that is too long.
         """
@@ -123,7 +117,7 @@ class Keeper:
             raise not_found(id, "previous_response_id")
         return await self._in_thread(lambda: self._history(tenant, id))
 
-    def _history(self, tenant: str, id: str) -> History:
+    def _history(self, tenant: str, id: str) -> tuple[list[Item], int]:
         most_items, most_bytes = MAX_MESSAGES, self.limits.max_body_bytes
         links: list[list[Item]] = []
         count = size = 0
@@ -138,7 +132,7 @@ class Keeper:
                 message = "the conversation that previous_response_id continues is too long to be read again"
                 raise InvalidRequestError(message, param="previous_response_id")
             wanted = stored.previous
-        return History([item for link in reversed(links) for item in link], size)
+        return [item for link in reversed(links) for item in link], size
 
     async def follow(self, context: RequestContext, body: RequestBody, answer: RequestAnswer, *, several: bool) -> None:
         """Record which tenant a response belongs to that the upstream stores, once the upstream sends its id.

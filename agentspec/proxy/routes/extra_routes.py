@@ -32,9 +32,8 @@ def sole_upstream(settings: Settings) -> str:
 
 @dataclass(slots=True)
 class ExtraRoute(GatewayEndpoint):
-    """`POST` to one route, passed on byte for byte. Slots, sizes, deadlines and refused fields are as elsewhere.
-
-    What the server stores of such requests is its own business, so that several tenants need `shared_upstream`.
+    """`POST` to one route, passed on byte for byte. What the server stores of such requests is its own business, so
+    that several tenants need `shared_upstream`.
     """
 
     root: ClassVar[str] = ""

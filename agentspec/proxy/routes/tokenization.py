@@ -120,10 +120,7 @@ class TokenizationEndpoint(GatewayEndpoint):
 
 @dataclass(slots=True)
 class CountTokensEndpoint(GenerationEndpoint):
-    """Counts the tokens of an API's prompt; a strategy's by its base model. An upstream with the route counts itself.
-
-    `form` is the rest of the answer.
-    """
+    """Counts the tokens of an API's prompt; a strategy's by its base model. `form` is the rest of the answer."""
 
     generates: ClassVar[bool] = False
     form: Mapping[str, str]

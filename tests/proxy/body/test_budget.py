@@ -87,5 +87,5 @@ def test_a_translated_answer_stays_within_the_memory(
         assert running.app.budget.memory.total == 0
     small, large = answers
     assert small.status_code == 200 and small.text.count("x") >= 200_000 and "max_body_memory" not in small.text
-    kept = not streamed or path.endswith("responses")  # a stream of messages is passed on as it comes
-    assert large.status_code == (200 if streamed else 503) and ("max_body_memory" in large.text) == kept
+    held = not streamed or path.endswith("responses")  # a stream of messages is passed on as it comes
+    assert large.status_code == (200 if streamed else 503) and ("max_body_memory" in large.text) == held

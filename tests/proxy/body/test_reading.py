@@ -105,7 +105,7 @@ JSON = st.recursive(
         (b"{" + b'"a":1,' * MAX_MEMBERS + b'"b":1}', "more than 524,288 times"),
     ],
 )
-def test_what_is_not_one_json_object_is_refused(body: bytes, message: str) -> None:
+def test_anything_but_one_json_object_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         parse_object(body)
 
@@ -115,7 +115,7 @@ def test_objects_are_read_as_json_reads_them(value: dict[str, Any]) -> None:
     assert parse_object(json.dumps(value).encode()) == value
 
 
-def test_what_is_just_within_the_limits_is_read() -> None:
+def test_bodies_at_the_limits_are_read() -> None:
     parse_object(b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}")
     assert len(parse_object(b'{"a": [' + b"[]," * (MAX_CONTAINERS - 3) + b"[]]}")["a"]) == MAX_CONTAINERS - 2
     assert len(parse_object(b'{"a": [' + b"1," * (MAX_COMMAS - 3) + b"1]}")["a"]) == MAX_COMMAS - 2

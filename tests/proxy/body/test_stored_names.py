@@ -54,5 +54,5 @@ def test_a_name_of_something_stored_is_refused(fields: dict[str, Any], param: st
         {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": None, "file_data": "x"}}]}]},
     ],
 )
-def test_what_names_nothing_passes(fields: dict[str, Any]) -> None:
+def test_fields_that_name_nothing_stored_pass(fields: dict[str, Any]) -> None:
     refuse_stored_names(fields)

@@ -103,7 +103,7 @@ def test_a_server_gets_the_fields_of_its_kind(kind: str, passes: bool) -> None:
         (said({"image_embeds": "AAAA"}), "messages[0].content[0].image_embeds"),
     ],
 )
-def test_what_leads_elsewhere_is_refused_at_any_depth(fields: dict[str, Any], path: str) -> None:
+def test_addresses_and_unknown_tools_are_refused_at_any_depth(fields: dict[str, Any], path: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check(fields)
     assert caught.value.param == path
@@ -139,7 +139,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         said({"type": "image_url", "image_url": {"url": INLINE}, "cache_control": {"type": "ephemeral"}}),
     ],
 )
-def test_what_was_cited_found_and_sent_inline_passes(fields: dict[str, Any]) -> None:
+def test_citations_search_results_and_inline_media_pass(fields: dict[str, Any]) -> None:
     check(fields)
 
 

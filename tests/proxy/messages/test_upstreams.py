@@ -108,7 +108,7 @@ LONG = ["mcp__" + "a" * 70 + end for end in ("1", "2")]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("owner", ["somebody", "vllm"])
+@pytest.mark.parametrize("owner", ["other", "vllm"])
 def test_names_of_tools_are_as_long_as_the_upstream_takes(
     gateway: Any, upstream: Any, streamed: bool, owner: str
 ) -> None:
@@ -136,7 +136,7 @@ def test_names_of_tools_are_as_long_as_the_upstream_takes(
     [request] = posted(server)
     names = [tool["function"]["name"] for tool in request.json["tools"]]
     assert len(set(names)) == 3 and names[2] == "f"
-    assert all(len(name) <= 64 for name in names) if owner == "somebody" else names[:2] == LONG
+    assert all(len(name) <= 64 for name in names) if owner == "other" else names[:2] == LONG
     assert request.json["messages"][0]["tool_calls"][0]["function"]["name"] == names[0]
     assert request.json["tool_choice"]["function"]["name"] == names[1]
 
@@ -161,7 +161,7 @@ def test_a_refusal_is_text_and_why_the_answer_ended(gateway: Any, upstream: Any,
     assert ("response.refusal.done" in answer) == streamed
 
 
-def test_a_server_that_applies_a_template_is_told_more(gateway: Any, upstream: Any) -> None:
+def test_a_server_that_applies_a_template_gets_its_arguments(gateway: Any, upstream: Any) -> None:
     server = upstream(chats(lambda request: request.answer(b'{"choices":[{"finish_reason":"stop"}]}'), "vllm"))
     running = gateway({}, settings(server.url))
     said = {
@@ -208,7 +208,7 @@ def test_a_hosted_model_continues_no_message(gateway: Any, upstream: Any) -> Non
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages") and not posted(server)
 
 
-def test_tenants_are_kept_apart_by_salts_even_if_the_upstream_has_the_route(
+def test_messages_of_tenants_are_salted_even_if_the_upstream_has_the_route(
     gateway: Any, upstream: Any, tmp_path: Path
 ) -> None:
     def both(request: Any) -> None:

@@ -1,4 +1,4 @@
-"""`/v1/responses` as its clients use it: OpenAI's, Codex by its wire format, and OpenAI's Agents SDK.
+"""`/v1/responses` as its clients use it: OpenAI's, and Codex by its wire format.
 
 What each body asks for is in `tests/protocol/golden/responses.jsonl`, recorded requests of Codex among them.
 """
@@ -6,7 +6,6 @@ What each body asks for is in `tests/protocol/golden/responses.jsonl`, recorded 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,7 +16,6 @@ from pydantic import TypeAdapter
 
 from agentspec.backends.base import Capabilities
 from agentspec.testing import Answer, FakeBackend
-from agentspec.types import GenerateRequest
 
 # Shared: a client of its own costs more than a request.
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -54,7 +52,7 @@ def running(shared_gateway: Any) -> Any:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     ],
 )
-def test_what_is_refused_is_named_as_the_client_calls_it(running: Any, fields: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_fields_of_responses(running: Any, fields: dict[str, Any], param: str) -> None:
     response = HTTP.post(f"{running.url}/v1/responses", json={"model": MODEL, "input": "hi", **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
@@ -198,8 +196,8 @@ def turn(running: Any, items: list[dict[str, Any]], **fields: Any) -> tuple[list
 
 def sent_back(item: dict[str, Any]) -> dict[str, Any]:
     """An item as Codex sends it back: without its id, and thoughts without their text."""
-    kept = {key: value for key, value in item.items() if key not in ("id", "status")}
-    return {"type": "reasoning", "summary": [], "encrypted_content": None} if item["type"] == "reasoning" else kept
+    left = {key: value for key, value in item.items() if key not in ("id", "status")}
+    return {"type": "reasoning", "summary": [], "encrypted_content": None} if item["type"] == "reasoning" else left
 
 
 PATCHER = {
@@ -266,60 +264,3 @@ def test_two_turns_of_codex(gateway: Any) -> None:
     assert [message["role"] for message in messages] == ["system", "user", "user", "assistant", "tool"]
     assert messages[0]["content"].endswith("in a terminal.\n\n<permissions>")
     assert messages[3]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
-
-
-# OpenAI's Agents SDK, whose default model class speaks the Responses API ----------------------------------------------
-
-
-def agents_script(request: GenerateRequest) -> Any:
-    """Calls the first tool there is; after its result, or without tools, answers."""
-    results = [message["content"] for message in request.messages or () if message["role"] == "tool"]
-    names = [tool["function"]["name"] for tool in request.tools]
-    if "temperature" in names and "21" not in results:
-        return calls_of(("temperature", '{"place": "Rome"}'), reasoning_content="a tool will know")
-    return "It has 21 degrees." if "21" in results else "I do not know."
-
-
-@pytest.fixture(scope="module")
-def agents() -> Any:
-    """The SDK, imported when needed: it takes seconds."""
-    return pytest.importorskip("agents", reason="openai-agents is not installed")
-
-
-@pytest.fixture(scope="module")
-def backend() -> FakeBackend:
-    return FakeBackend(agents_script)
-
-
-@pytest.fixture(scope="module")
-def url(shared_gateway: Any, backend: FakeBackend) -> str:
-    return f"{shared_gateway({MODEL: backend}).url}/v1"
-
-
-@pytest.fixture
-async def config(agents: Any, url: str) -> AsyncIterator[Any]:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield agents.RunConfig(model_provider=agents.OpenAIProvider(openai_client=client), tracing_disabled=True)
-
-
-@pytest.fixture
-def temperature(agents: Any) -> Any:
-    def temperature(place: str) -> str:
-        """The temperature of a place."""
-        assert place == "Rome"
-        return "21"
-
-    return agents.function_tool(temperature)
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_a_tool_is_called(agents: Any, config: Any, temperature: Any, backend: FakeBackend) -> None:
-    agent = agents.Agent(name="guide", instructions="be brief", model=MODEL, tools=[temperature])
-    result = await agents.Runner.run(agent, "how warm is Rome?", run_config=config)
-    assert result.final_output == "It has 21 degrees."
-    system, user, turn, tool = backend.requests[-1].messages or ()
-    assert (system["content"], user["content"], tool["content"]) == ("be brief", "how warm is Rome?", "21")
-    assert turn["tool_calls"][0]["function"] == {"name": "temperature", "arguments": '{"place": "Rome"}'}
-    assert turn["reasoning_content"] == "a tool will know"
-    assert result.raw_responses[-1].usage.input_tokens > 0

@@ -110,17 +110,17 @@ def test_another_tenants_ids_are_unknown(alice: openai.OpenAI, bob: openai.OpenA
     for use in (bob.responses.retrieve, bob.responses.delete):
         with pytest.raises(openai.NotFoundError) as refused:
             use(theirs.id)  # type: ignore[operator]
-        nobodys = "resp_" + "0" * 32
+        unknown_id = "resp_" + "0" * 32
         with pytest.raises(openai.NotFoundError) as unknown:
-            use(nobodys)  # type: ignore[operator]
-        assert refused.value.message.replace(theirs.id, "ID") == unknown.value.message.replace(nobodys, "ID")
+            use(unknown_id)  # type: ignore[operator]
+        assert refused.value.message.replace(theirs.id, "ID") == unknown.value.message.replace(unknown_id, "ID")
     with pytest.raises(openai.NotFoundError):
         ask(bob, previous_response_id=theirs.id)
     assert alice.responses.retrieve(theirs.id).id == theirs.id
 
 
 @pytest.mark.parametrize("wish", [{"store": False}, {"extra_headers": {"x-agentspec-store": "off"}}])
-def test_what_shall_not_be_stored_is_not(alice: openai.OpenAI, wish: Any) -> None:
+def test_store_off_stores_no_response(alice: openai.OpenAI, wish: Any) -> None:
     answer = ask(alice, **wish)
     assert answer.to_dict()["store"] is False
     with pytest.raises(openai.NotFoundError):
@@ -149,7 +149,7 @@ def test_two_gateways_share_a_database(gateway: Any, tmp_path: Path, closing: An
 
 
 @pytest.mark.parametrize("id", ["%00", "x" * 200, "%FF", "a%20b", "%F0%9F%99%82", "..%2F..", "resp_1"])
-def test_ids_that_nobody_was_given(running: Any, id: str) -> None:
+def test_unknown_ids_are_not_found(running: Any, id: str) -> None:
     headers = {"authorization": "Bearer key-of-alice"}
     for method in ("GET", "DELETE"):
         assert HTTP.request(method, f"{running.url}/v1/responses/{id}", headers=headers).status_code == 404

@@ -36,12 +36,12 @@ CHAT = {
 }
 
 
-def native(owner: str = "somebody", answer: Script = lambda request: request.answer(RESPONSE)) -> Script:
+def native(owner: str = "other", answer: Script = lambda request: request.answer(RESPONSE)) -> Script:
     """An upstream with the route."""
     return scripted(answer, ROUTE, owner)
 
 
-def chats_only(owner: str = "somebody") -> Script:
+def chats_only(owner: str = "other") -> Script:
     """An upstream without the route."""
     return chats(lambda request: request.answer(json.dumps(CHAT).encode()), owner)
 
@@ -204,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_what_several_tenants_may_not_send(of_two: Any, fields: Any, param: str) -> None:
+def test_names_of_stored_objects_are_refused_with_several_tenants(of_two: Any, fields: Any, param: str) -> None:
     refused = post(of_two, fields, "alice")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
 

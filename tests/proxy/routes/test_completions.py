@@ -99,7 +99,7 @@ def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway:
     assert [choice.text for choice in both.choices] == [alone[0], alone[0], alone[1], alone[1]]
 
 
-def test_prompts_that_find_no_place_at_all_are_refused(gateway: Any) -> None:
+def test_prompts_without_a_free_slot_get_429(gateway: Any) -> None:
     running = gateway({"m": FakeBackend(OverloadedError("busy", retry_after=1.0))})
     answer = httpx.post(f"{running.url}/v1/completions", json={"model": "m", "prompt": ["a", "b", "c"]})
     assert answer.status_code == 429 and "retry-after" in answer.headers

@@ -58,7 +58,7 @@ def test_a_text_that_is_too_long_is_cut_only_if_it_may_be(url: str) -> None:
         ({"model": "m"}, "model"),
     ],
 )
-def test_what_cannot_be_done_is_refused(url: str, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_embeddings_are_refused(url: str, fields: dict[str, Any], param: str) -> None:
     refused = post(url, **fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 

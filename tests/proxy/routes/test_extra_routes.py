@@ -76,7 +76,7 @@ def test_several_tenants_need_a_shared_upstream(gateway: Any, upstream: Any, mon
     assert post(url, b"{}").status_code == 401
 
 
-def test_what_tenants_may_not_ask_a_pool_closes_no_server(
+def test_a_refusal_of_tenants_closes_no_server_of_a_pool(
     gateway: Any, upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY_A", "aaa")
