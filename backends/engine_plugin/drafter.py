@@ -5,14 +5,22 @@ Independent of the engines' classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
-from agentspec.backends.engine_plugin.request_state import EMPTY_TREE, Ending, RequestState, TokenTree
-from agentspec.cache.index import DraftJob, Sourced
-from agentspec.cache.tokens import Tokens
-from agentspec.types import path_length
+from agentspec.backends.engine_plugin.request_state import (
+    EMPTY_TREE,
+    Deletions,
+    Ending,
+    FoundTree,
+    RequestState,
+    TokenTree,
+)
+from agentspec.cache.index import DraftJob, Sourced, propose_batch
+from agentspec.cache.tokens import MOST_TOKEN, Tokens
+from agentspec.types import Draft, path_length
 
 
 class DraftTurn(NamedTuple):
@@ -44,6 +52,8 @@ class ServerDrafter(RecordingDrafter):
         every request is drafted from in addition to its own.
         """
         super().__init__(open_cache, vocabulary, on_close=on_close)
+        self._thread = ThreadPoolExecutor(1, "agentspec-search")
+        self._late: Future[None] = self._thread.submit(lambda: None)
         self._chains, self._least, self._shared = chains, least, shared
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
@@ -81,10 +91,40 @@ class ServerDrafter(RecordingDrafter):
         jobs = [None if tree.tokens else self._job(turn) for turn, tree in zip(turns, trees, strict=True)]
         for turn, tree in zip(turns, trees, strict=True):
             turn.state.source = "prediction" if tree.tokens else "cache"
+        deletions, late = Deletions.count, list[tuple[RequestState, int, DraftJob]]()
         for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
-            if draft is not None:
-                trees[row] = TokenTree(draft.tokens.tolist(), draft.parents.tolist())
+            turn, job = turns[row], jobs[row]
+            if job is None:
+                continue
+            found = EMPTY_TREE if draft is None else _tree(draft)
+            known = _known(turn) if self._rounds.late else EMPTY_TREE
+            if self._rounds.late and len(known.tokens) >= len(found.tokens):
+                drafter, indexes, context, limit, least, chains = job
+                again = drafter, indexes, context.copy(), 2 * limit, least, chains
+                late.append((turn.state, turn.state.length, again))
+                trees[row] = known
+            else:
+                turn.state.found = FoundTree(found, turn.state.length, deletions)
+                trees[row] = found
+        if late and self._late.done():
+            self._late = self._thread.submit(self._search_late, late, deletions)
         return [within(tree, self._vocabulary) for tree in trees]
+
+    def _search_late(self, searches: Sequence[tuple[RequestState, int, DraftJob]], deletions: int) -> None:
+        """Search, while the engine's step runs, for what had no time in a round: the next round knows it."""
+        with self._failures.caught():
+            drafts = propose_batch([job for _, _, job in searches])
+            for (state, length, _), draft in zip(searches, drafts, strict=True):
+                state.found = FoundTree(_tree(draft), length, deletions)
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        wait([self._late], timeout)
+        return super().flush(timeout)
+
+    def close(self) -> None:
+        """Record everything so far, then stop. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
     def _job(self, turn: DraftTurn) -> DraftJob | None:
         """The search for a request; None if its cache is not open, or no drafts are made for it."""
@@ -98,11 +138,28 @@ def chain(tokens: Sequence[int]) -> TokenTree:
     return TokenTree(list(tokens), list(range(-1, len(tokens) - 1)))
 
 
-def within(tree: TokenTree, vocabulary: int) -> TokenTree:
-    """The tree without nodes whose token, or that of a node above, is not in the vocabulary."""
-    if max(tree.tokens, default=0) < vocabulary:
+def _tree(draft: Draft) -> TokenTree:
+    return TokenTree(draft.tokens.tolist(), draft.parents.tolist())
+
+
+def _known(turn: DraftTurn) -> TokenTree:
+    """What the last search found to follow, as far as it goes on behind the tokens that came since."""
+    found, since = turn.state.found, turn.state.length - turn.state.found.length
+    if found.deletions != Deletions.count or not 0 <= since <= len(turn.context):
+        return EMPTY_TREE
+    node = -1
+    for token in turn.context[len(turn.context) - since :].tolist():
+        edges = enumerate(zip(*found.tree, strict=True))
+        node = next((child for child, edge in edges if edge == (token, node)), len(found.tree.tokens))
+    left = within(found.tree, MOST_TOKEN + 1, node)
+    return TokenTree(left.tokens[: turn.limit], left.parents[: turn.limit])
+
+
+def within(tree: TokenTree, vocabulary: int, root: int = -1) -> TokenTree:
+    """What follows `root` in the tree, without nodes whose token, or that of one above, is not in the vocabulary."""
+    if root < 0 and max(tree.tokens, default=0) < vocabulary:
         return tree
-    kept: dict[int, int] = {-1: -1}
+    kept: dict[int, int] = {root: -1}
     tokens, parents = list[int](), list[int]()
     for node, (token, parent) in enumerate(zip(*tree, strict=True)):
         if token < vocabulary and parent in kept:

@@ -24,6 +24,16 @@ class TokenTree(NamedTuple):
 
 
 EMPTY_TREE = TokenTree([], [])
+
+
+class FoundTree(NamedTuple):
+    """What a search found to follow a request's first `length` tokens, when so many `deletions` had been made."""
+
+    tree: TokenTree
+    length: int
+    deletions: int
+
+
 _TRANSCRIPT = 0
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
@@ -146,7 +156,7 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "cache finished group length output_length predicted prompt_length ready recorded request source"
+        "cache finished found group length output_length predicted prompt_length ready recorded request source"
         " stopped tenant tree"
     ).split()
 
@@ -161,6 +171,7 @@ class RequestState:
         self.group: list[RequestState] = []  # the open requests of its group
         self.tenant, self.source = "private", "cache"  # by which drafts are counted
         self.tree = EMPTY_TREE  # the last draft
+        self.found = FoundTree(EMPTY_TREE, 0, -1)  # by the last search that ended
         self.predicted = PredictedText(request.prediction) if request.prediction and request.speculation else None
 
     def advance(self, fresh: Tokens) -> Tokens:

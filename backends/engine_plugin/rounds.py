@@ -103,18 +103,20 @@ class RoundSearch:
     def __init__(self, stats: RoundStats) -> None:
         self._order = SearchOrder()
         self._stats = stats
+        self.late = False  # the last round had no time for all
 
     def search(self, jobs: Sequence[DraftJob | None], patience: float) -> list[Draft | None]:
         """What follows each row's text; None for a row without a job, and for one that had no time."""
         rows = [row for row in self._order.rows(len(jobs)) if jobs[row] is not None]
         found: list[Draft | None] = [None] * len(jobs)
+        self.late = False
         if not rows:
             return found
         until = perf_counter() + patience
         drafts = propose_batch([job for row in rows if (job := jobs[row])], patience)
-        late = perf_counter() >= until
+        self.late = perf_counter() >= until
         self._order.reached(rows, [len(draft.tokens) > 0 for draft in drafts])
         for row, draft in zip(rows, drafts, strict=True):
-            found[row] = None if late and not len(draft.tokens) else draft
+            found[row] = None if self.late and not len(draft.tokens) else draft
         self._stats.searched(len(rows), missed=sum(found[row] is None for row in rows))
         return found

@@ -66,6 +66,32 @@ def test_no_more_than_asked_and_nothing_the_model_does_not_know(drafter: ServerD
         assert len(drafter.propose([other.turn(TEXT[:3], limit)])[0].tokens) <= limit
 
 
+@pytest.mark.parametrize("requests", [1, 8, 32, 64, 128])
+@pytest.mark.parametrize("chains", [True, False])
+def test_every_row_is_served_in_the_next_round_where_one_has_no_time(
+    cache: SuffixCache, monkeypatch: pytest.MonkeyPatch, requests: int, chains: bool
+) -> None:
+    """What was known stays: rows go on in it, and what a row has left is not lost to a search that is cut off."""
+    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, chains=chains)
+    answer(drafter, tokens(1, 2, 3), TEXT)
+    monkeypatch.setattr(drafting, "PATIENCE", 0.0)
+    clients = [Client(drafter, tokens(4, 5, row % VOCABULARY)) for row in range(requests)]
+    drafter.flush()
+    starts = [row % 20 for row in range(requests)]
+    assert drafter.propose([client.turn(TEXT[at : at + 5], 6) for client, at in zip(clients, starts, strict=True)])
+    for step in (1, 2):
+        drafter.flush()
+        ends = [at + 5 + step for at in starts]
+        found = drafter.propose(
+            [client.turn(TEXT[end - 1 : end], 6) for client, end in zip(clients, ends, strict=True)]
+        )
+        for end, tree in zip(ends, found, strict=True):
+            if chains:
+                assert tree.tokens and tree.tokens == TEXT[end : end + len(tree.tokens)].tolist()
+            assert TEXT[end] in tree.tokens[: tree.parents.count(-1)]
+    drafter.close()
+
+
 class Broken:
     """A memory that fails, or takes its time."""
 
