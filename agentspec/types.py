@@ -113,13 +113,6 @@ class LossyAcceptance:
         return {"epsilon": self.epsilon, "delta": self.delta}
 
 
-def check_latency_goal(goal: object) -> None:
-    """Raise `InvalidRequestError` for milliseconds per token that are no number above 0, within a float's range."""
-    if not isinstance(goal, int | float) or isinstance(goal, bool) or not 0 < goal <= sys.float_info.max:
-        name = "latency_target_ms_per_token"
-        raise InvalidRequestError(f"{name} must be a number above 0", param=name)
-
-
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # below this temperature, scaling would overflow before it changed anything
 
@@ -303,8 +296,9 @@ class GenerateRequest:
             raise InvalidRequestError(f"give exactly one of messages, text and token_ids, not {given or 'none'}")
         if self.continue_final and self.messages is None:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
-        if self.latency_target_ms_per_token is not None:
-            check_latency_goal(self.latency_target_ms_per_token)
+        goal, name = self.latency_target_ms_per_token, "latency_target_ms_per_token"
+        if goal is not None and (type(goal) not in (int, float) or not 0 < goal <= sys.float_info.max):
+            raise InvalidRequestError(f"{name} must be a number above 0", param=name)
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools need messages", param="tools")
         if self.tool_choice not in ("auto", "none") and not self._may_call(self.tool_choice):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool)
     for engine, wanted in WHEELS.items():
         checkout = f"{Path(__file__).resolve().parents[2]}[torch]"
         arguments = ["wheel", "--prefer-binary", "--wheel-dir", str(folder / "wheels" / engine), *wanted, checkout]
-        print("pip", *arguments, flush=True)
+        print("pip", *arguments)
         if not dry:
             subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
 
@@ -121,22 +122,14 @@ def _run_part(name: str, folder: Path, seconds: float) -> str:
         try:
             code = process.wait(seconds)
         finally:
-            _kill(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
+            process.wait()
     except subprocess.TimeoutExpired:
         return f"FAILED, it took more than {seconds:g} s: see {log}"
     except OSError as error:
         return f"FAILED: {error}"
     return "done" if result.exists() else f"FAILED with code {code}: see {log}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all processes that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
 
 
 def measured(folder: Path) -> Iterator[dict[str, Any]]:
