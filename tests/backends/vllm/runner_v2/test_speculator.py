@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
 from agentspec.backends.vllm.runner_v2 import retrieval
-from agentspec.cache import SuffixCache
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import stored
-from tests.backends.vllm.runner_v2.conftest import DRAFTED, REQUESTS, Late, Runner, text
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, REQUESTS, Late, Runner, new_request, text
 
 PROMPT, ANSWER = text(1, 20), text(2, 40)
 
@@ -187,6 +191,75 @@ def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
     assert learn(runner, late, salt="unknown") == len(ANSWER)
     assert learn(runner, late, salt="unknown") == len(ANSWER)
     assert learn(runner, late, salt="pepper") < len(ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("second", "salts", "together"),
+    [("1_a", (None, None), True), ("1_b", (None, None), False), ("1_a", ("x", "x"), True), ("1_a", ("x", "y"), False)],
+)
+def test_samples_of_one_prompt_draft_from_each_other(
+    runner: Runner, late: Late, second: str, salts: tuple[str | None, str | None], together: bool
+) -> None:
+    runner.begin("0_a", PROMPT, ANSWER, salt=salts[0])
+    for _ in range(30):
+        runner.step()
+    runner.begin(second, PROMPT, ANSWER, salt=salts[1])
+    runner.run()
+    assert (runner.steps < 30 + len(ANSWER) // 2) is together
+
+
+@pytest.mark.parametrize("steps_late", [0, 1])
+@pytest.mark.parametrize("before", [1, 3, 6])
+def test_what_is_forgotten_during_a_request_does_not_come_back(
+    runner: Runner, late: Late, cache: SuffixCache, steps_late: int, before: int
+) -> None:
+    """Neither passages on the device nor the request's own output, which ends later."""
+    for _ in range(2):
+        learn(runner, late)
+    runner.begin("a", PROMPT, ANSWER)
+    late.steps = steps_late
+    for _ in range(before):
+        runner.step()
+    assert runner.drafts["a"][0] in ANSWER[len(runner.outputs["a"]) :]
+    cache.forget(tenant="default")
+    for _ in range(4):
+        runner.step()
+        assert not set(runner.drafts["a"]) & set(ANSWER[len(runner.outputs["a"]) :])
+    runner.run()
+    late.steps = 0
+    runner.settle()
+    assert recorded(cache) == [] and learn(runner, late) == len(ANSWER)
+
+
+@pytest.mark.parametrize("requests", [400, pytest.param(100_000, marks=pytest.mark.long)])
+def test_requests_leave_nothing_behind_in_memory(runner: Runner, late: Late, requests: int) -> None:
+    """Salted or not, stored or not, in groups, preempted, aborted before their tokens arrive."""
+    rng, kinds = random.Random(1), (RequestState, CacheRequest, PrivateCache, retrieval.PassageRequest)
+    for number in range(requests // 4):
+        late.steps = rng.randrange(2)
+        names = [f"{sample}_{number}" for sample in range(4)]
+        runner.rows = {name: row for row, name in enumerate(names)}
+        xargs = {"agentspec_store": rng.choice(["on", "off", "off"])}
+        salts = [rng.choice([None, "pepper", "x"]) for _ in names]
+        news = [new_request(name, [number % 900], [number % 900], xargs=xargs, salt=salt, max_tokens=rng.choice([1, 9]))
+                for name, salt in zip(names, salts, strict=True)]  # fmt: skip
+        runner.speculator.begin(news)
+        runner.states.total_len.gpu[:4] = 2
+        runner.answers, runner.outputs = {name: [5, 6, 7] for name in names}, {name: [] for name in names}
+        runner.drafts = {name: [] for name in names}
+        runner.step(settle=False)
+        runner.speculator.finish(names[:3], names[3:] if rng.random() < 0.5 else ())
+        runner.speculator.finish(names)
+        if number % 50 == 0:
+            late.steps = 0
+            runner.settle()
+    late.steps = 0
+    runner.settle()
+    runner.rows.clear()
+    del news
+    gc.collect()
+    left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+    assert sum(left.values()) == 0, left
 
 
 def test_all_ranks_get_the_first_ranks_drafts_and_a_dummy_run_touches_nothing(
