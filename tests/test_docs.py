@@ -189,7 +189,7 @@ def test_python_blocks_run(served: str, tiny_model: Path, tmp_path: Path) -> Non
 
 
 def test_requests_by_curl_are_answered(served: str) -> None:
-    written = "\n".join(text for page in ALL for text in blocks(page, "(?:console|sh)"))
+    written = "\n$\n".join(text for page in ALL for text in blocks(page, "(?:console|sh)"))
     requests = set(re.findall(r"^(?:\$ )?(curl [^$]*?'\{.*?\}')$", written, flags=re.MULTILINE | re.DOTALL))
     assert len(requests) == 4
     for request in requests:
