@@ -56,8 +56,8 @@ INNER = frozenset(
     backends.torch.sampling.constraints backends.torch.sampling.distribution backends.torch.sampling.sampler
     backends.torch.stepwise backends.torch.text.chat_template backends.torch.text.model_text
     backends.torch.text.structured_output backends.torch.text.tokenizer backends.torch.text.tool_parser
-    backends.vllm.padding backends.vllm.runner_v2.hybrid backends.vllm.runner_v2.matching
-    backends.vllm.runner_v2.passages cache._native cache.index cache.partition
+    backends.vllm.runner_v2.hybrid backends.vllm.runner_v2.matching
+    backends.vllm.runner_v2.passages backends.vllm.runner_v2.verification cache._native cache.index cache.partition
     cache.storage.batch_writer cache.storage.codec cache.storage.segments placement prediction protocol
     protocol.anthropic.requests protocol.anthropic.responses protocol.completions protocol.deltas protocol.errors
     protocol.headers protocol.messages protocol.openai_responses.events protocol.openai_responses.request

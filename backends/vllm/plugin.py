@@ -7,14 +7,13 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import Gauge
 
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement, missing
-from agentspec.backends.vllm.proposer import ENGINE, SALT, SuffixDecodingProposer
+from agentspec.backends.vllm.proposer import ENGINE, SALT, STRICT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.version import __version__
 
@@ -24,6 +23,7 @@ METRIC = "agentspec_vllm_drafter_info"
 OURS, ARCTIC, NONE = "agentspec", "arctic", "none"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST_FIELDS = ("req_id", "prompt_token_ids", "prompt_embeds", "sampling_params", "lora_request")
+_SAMPLING = ("extra_args", "eos_token_id", "stop", "stop_token_ids", "max_tokens", "seed", "temperature")
 METRICS = Requirement("vllm.v1.metrics.loggers", "PrometheusStatLogger", ("log_engine_initialized", "vllm_config"))
 REQUIREMENTS = (
     Requirement("vllm.config.speculative", "has_arctic_inference"),
@@ -47,9 +47,7 @@ REQUIREMENTS = (
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
     Requirement("vllm.v1.worker.worker_base", "WorkerBase"),
     Requirement("vllm.v1.request", "Request", ("cache_salt",)),
-    Requirement(
-        "vllm.sampling_params", "SamplingParams", ("extra_args", "eos_token_id", "stop", "stop_token_ids", "max_tokens")
-    ),
+    Requirement("vllm.sampling_params", "SamplingParams", _SAMPLING),
     Requirement("vllm.config.model", "ModelConfig", ("hf_config", "tokenizer", "tokenizer_revision", "max_model_len")),
     Requirement("vllm.config.model", "ModelConfig.get_vocab_size"),
     Requirement("vllm.config.parallel", "ParallelConfig", ("distributed_executor_backend",)),
@@ -68,6 +66,7 @@ def install() -> None:
     if _installed:
         return
     wanted, wanted_v2, wanted_hybrid = enabled(ENGINE), runner_v2.wanted(), runner_v2.wanted_hybrid()
+    enabled(STRICT)  # raises now, not when a drafter is made
     _installed = True
     _log_as_vllm_does()
     took_over = wanted and _has("suffix method", REQUIREMENTS)
@@ -78,21 +77,15 @@ def install() -> None:
         runner_v2.take_over()
     if took_over and wanted_hybrid and _has("model drafters", runner_v2.HYBRID_REQUIREMENTS):
         runner_v2.join_models()
-    if not missing(_package(), [METRICS]):
+    if not missing(runner_v2.package(), [METRICS]):
         publish_with_metrics(took_over=took_over, took_over_v2=took_over_v2)
 
 
 def _has(what: str, requirements: Sequence[Requirement]) -> bool:
     """Whether this vLLM has all that our drafter needs in the place of `what`; logs what it lacks."""
-    if lacking := missing(_package(), requirements):
+    if lacking := missing(runner_v2.package(), requirements):
         logger.warning("agentspec leaves vLLM's %s alone: vLLM %s has no %s", what, version("vllm"), ", ".join(lacking))
     return not lacking
-
-
-def _package() -> Path:
-    import vllm  # pyright: ignore[reportMissingImports]
-
-    return Path(vllm.__path__[0])
 
 
 def _take_over() -> None:

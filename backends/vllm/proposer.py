@@ -13,7 +13,7 @@ from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget,
 from agentspec.backends.engine_plugin.drafter import DraftTurn, ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, client_fields
 from agentspec.backends.engine_plugin.rounds import FailureLog
-from agentspec.backends.engine_plugin.settings import read_settings
+from agentspec.backends.engine_plugin.settings import enabled, read_settings
 from agentspec.cache.index import DEPTH
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "VLLM"
 """The name in the settings' environment variables."""
+STRICT = f"{ENGINE}_STRICT"
+"""The switch by which a request with a seed gets the text that it gets without drafts."""
 SALT = "agentspec_cache_salt"
 """Attribute that carries a new request's `cache_salt` to the worker; without it a request gets a private cache."""
 
@@ -57,6 +59,7 @@ class SuffixDecodingProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         self._max_length = int(vllm_config.model_config.max_model_len)
+        self._seeded = not enabled(STRICT)  # this runner's verification gives seeded requests another text
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
         self._states: dict[str, RequestState] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
@@ -92,7 +95,7 @@ class SuffixDecodingProposer:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-                self._states[new.req_id] = self._drafter.begin_state(prompt, request_info(new))
+                self._states[new.req_id] = self._drafter.begin_state(prompt, request_info(new, self._seeded))
 
     def propose(
         self,
@@ -141,13 +144,14 @@ def _copy(row: Any) -> Tokens:
     return np.array(row, dtype=np.int32)
 
 
-def request_info(new: Any) -> RequestInfo:
-    """The fields of a `NewRequestData` that the drafter needs."""
+def request_info(new: Any, seeded: bool = True) -> RequestInfo:
+    """The fields of a `NewRequestData` that the drafter needs. Sampling with a seed is drafted for only if `seeded`."""
     sampling, adapter = new.sampling_params, new.lora_request
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
     sent, salt = client_fields(sampling.extra_args or {}), getattr(new, SALT, _UNKNOWN)
     sample = _SAMPLE.match(new.req_id)
     sent["group"] = "" if salt == _UNKNOWN else sent["group"] or (new.req_id[sample.end() :] if sample else "")
+    sent["speculation"] &= seeded or sampling.seed is None or sampling.temperature == 0
     return RequestInfo(
         salt=salt,
         adapter=adapter.lora_name if adapter else "",

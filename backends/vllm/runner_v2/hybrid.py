@@ -16,6 +16,7 @@ import torch
 from agentspec.backends.vllm.runner_v2.matching import DEPTH, last_sampled
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens, shared_by_ranks
+from agentspec.backends.vllm.runner_v2.verification import strict_rejection
 from agentspec.cache.tokens import Tokens
 
 NEVER = DEPTH + 1
@@ -51,6 +52,7 @@ class RequestChoice:
     ours: HitRate = field(default_factory=HitRate)
     expected: float = 0.0  # hits of ours, by the rates over all requests
     model: HitRate = field(default_factory=HitRate)
+    follows: bool = False  # in the last known step it went on as a passage that matched for as long as is compared
 
 
 class DrafterChoice:
@@ -107,8 +109,12 @@ class HybridSpeculator(PassageSpeculator):
         self._last_ours = torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=self.device)
         self._last_model = self._last_ours.clone()
         self._last_match = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
-        self._last_used = torch.zeros_like(self._last_match)
+        self._last_used = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=self.device)
         self._last_count = torch.zeros_like(self._last_match)  # tokens that the model drafted
+        parallel = vllm_config.parallel_config
+        self._alone = parallel.tensor_parallel_size == parallel.data_parallel_size == 1  # else ranks draft in step
+        if model.draft_logits is not None:
+            strict_rejection().ours[model.draft_logits.data_ptr()] = self._last_used
 
     def propose(
         self,
@@ -122,20 +128,26 @@ class HybridSpeculator(PassageSpeculator):
         dummy_run: bool = False,
         **how: Any,
     ) -> torch.Tensor:
-        """Draft for each request of the batch. All arguments go to the model's speculator too."""
+        """Draft for each request of the batch. All arguments go to the model's speculator too.
+
+        Where all requests are in the middle of passages, the model drafts one token, which keeps its state.
+        """
+        follow = not dummy_run and self._alone and all(map(self._follows, input_batch.req_ids))
+        if follow and how.get("num_speculative_tokens") != 0:
+            how["num_speculative_tokens"] = 1
         states = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
         model: torch.Tensor = self._propose_model(input_batch, *states, num_sampled, *more, dummy_run=dummy_run, **how)
         if dummy_run:
             return model
         rows = input_batch.idx_mapping[: input_batch.num_reqs].long()
-        ours = torch.full_like(model, _NO_TOKEN)
+        ours = torch.full_like(model, 0 if follow else _NO_TOKEN)  # if ours fail: of the model's only one may be used
         if self._retriever is not None:
-            count = how.get("num_speculative_tokens")
+            count = how.get("num_speculative_tokens", self.num_speculative_steps)
             with self._failures.caught():
-                ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count)
+                ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count, follow)
         ours = shared_by_ranks(ours)
         used = ours[:, :1] >= 0
-        self._make_certain(rows, ours, used)
+        self._last_used.index_copy_(0, rows, used[:, 0])
         return torch.where(used, ours, model)
 
     def _better(
@@ -145,28 +157,29 @@ class HybridSpeculator(PassageSpeculator):
         sampled: torch.Tensor,
         rows: torch.Tensor,
         model: torch.Tensor,
-        count: int | None,
+        count: int,
+        follow: bool,
     ) -> torch.Tensor:
-        """Our drafts (requests, tokens) where they should gain more than the `model`'s, else -1.
-
-        The model drafted the first `count` tokens of its rows; None: all.
+        """Our drafts (requests, tokens) where they should gain more than the `model`'s, of which there are `count`, or
+        where all requests `follow` passages; else -1.
         """
-        drafted = torch.full_like(rows, model.shape[1] if count is None else count)
+        drafted = torch.full_like(rows, count)
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        self._send(retriever, self._noted(own, lengths, rows, sampled), requests)  # first: what follows may fail
+        self._send(
+            retriever, self._noted(own, lengths, rows, sampled), requests, model.shape[1]
+        )  # first: what follows may fail
         self._upload(retriever, requests, batch.idx_mapping_np.tolist())
         ours = torch.zeros_like(model)
         mapping, ends = batch.idx_mapping[: len(requests)], self._ends[: len(requests)]
         match = self._match(own, lengths, mapping, sampled, self._passages, ours, ends)
         match = torch.where(sampled[: len(requests)] > 0, match, 0)
-        least = self._to_device(torch.tensor([self._least(request) for request in requests], dtype=torch.int64))
-        used = (match >= least) & (ours < self._known_tokens()).all(dim=1)
+        enough = [0 if follow else self._least(request) for request in requests]
+        used = match >= self._to_device(torch.tensor(enough, dtype=torch.int64))
         for kept, new in (
             (self._last_ours, ours),
             (self._last_model, model),
             (self._last_match, match),
-            (self._last_used, used),
             (self._last_count, drafted),
         ):
             kept.index_copy_(0, rows, new.to(kept.dtype))
@@ -177,9 +190,10 @@ class HybridSpeculator(PassageSpeculator):
             return NEVER
         return self._choice.least_match(self._records.setdefault(request, RequestChoice()))
 
-    def _known_tokens(self) -> int:
-        """Token ids below this have a draft probability."""
-        return 2**31 - 1 if self._model.draft_logits is None else self._model.draft_logits.shape[-1]
+    def _follows(self, identity: str) -> bool:
+        request = self._requests.get(identity)
+        record = None if request is None or not request.state.drafts else self._records.get(request)
+        return record is not None and record.follows
 
     def _noted(self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor) -> Any:
         """Of each request: the number of new tokens, the last match, whether it was used, how many tokens the model
@@ -197,35 +211,29 @@ class HybridSpeculator(PassageSpeculator):
         return torch.cat((count, *notes, *right, tokens[:, 1:]), dim=1).int()
 
     def _take(
-        self, retriever: PassageRetriever, sampled: SampledTokens, requests: Sequence[PassageRequest | None]
+        self,
+        retriever: PassageRetriever,
+        sampled: SampledTokens,
+        requests: Sequence[PassageRequest | None],
+        drafted: int,
     ) -> None:
         """Learn which draft was right, and take in the tokens."""
         verified: list[tuple[PassageRequest, Tokens]] = []
         others: list[tuple[PassageRequest, Tokens]] = []
         news = zip(requests, sampled.rows(), sampled.notes(_NOTES), strict=True)
-        for request, tokens, (known, match, used, drafted, ours, model) in news:
+        for request, tokens, (known, match, used, count, ours, model) in news:
             if request is None:
                 continue
             record = self._records.get(request)
             if record is not None and known and request.drafted:
-                self._choice.observe(record, match, ours, model, min(known, drafted))
+                self._choice.observe(record, match, ours, model, min(known, count))
+                record.follows = bool(used) and match == DEPTH and ours == min(known, self.num_speculative_steps)
             (verified if used and request.drafted else others).append((request, tokens))
         retriever.advance(others)
-        retriever.advance(verified, self.num_speculative_steps)
+        retriever.advance(verified, drafted)
 
     def _finished(self, request: PassageRequest) -> None:
         self._records.pop(request, None)
-
-    def _make_certain(self, rows: torch.Tensor, ours: torch.Tensor, used: torch.Tensor) -> None:
-        """Let rejection sampling know that rows with our tokens were drafted with probability 1, not by the model."""
-        logits = self._model.draft_logits
-        if logits is None:
-            return
-        tokens = torch.arange(logits.shape[-1], device=logits.device)
-        for step in range(ours.shape[1]):  # one at a time: vocabularies are large
-            certain = torch.zeros((), dtype=logits.dtype, device=logits.device)
-            one_hot = torch.where(tokens == ours[:, step, None], certain, float("-inf"))
-            logits[rows, step] = torch.where(used, one_hot, logits[rows, step])
 
 
 def stays_exact(speculator: Any) -> str:
@@ -234,12 +242,4 @@ def stays_exact(speculator: Any) -> str:
         return "its drafts are watermarked"
     if getattr(speculator, "enable_adaptive_verification", False):
         return "adaptive verification goes by its confidence"
-    if speculator.draft_logits is not None and _writes_part_of_logits(type(speculator)):
-        return f"{type(speculator).__name__} keeps draft probabilities from step to step"
     return ""
-
-
-def _writes_part_of_logits(made: type) -> bool:
-    """Whether the class writes some columns of `draft_logits` only and relies on what it filled the others with."""
-    own = (vars(parent) for parent in made.__mro__ if parent.__name__ != "DraftModelSpeculator")
-    return any("draft_logits_spec" in names for names in own)

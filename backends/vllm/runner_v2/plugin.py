@@ -6,12 +6,13 @@ import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
 from agentspec.backends.engine_plugin.settings import enabled, read_settings
-from agentspec.backends.engine_plugin.source_contract import Requirement
-from agentspec.backends.vllm.proposer import ENGINE, drafts_here, offer_forget
+from agentspec.backends.engine_plugin.source_contract import Requirement, missing
+from agentspec.backends.vllm.proposer import ENGINE, STRICT, drafts_here, offer_forget
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 
 SWITCH = f"{ENGINE}_V2"
@@ -19,7 +20,7 @@ METHODS = ("ngram", "ngram_gpu")  # of vLLM, which its second runner gives to th
 _NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _PROPOSE = ("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled")
-_SPECULATOR = ("drafts", "max_num_reqs", "max_model_len", "num_speculative_steps", "req_states", "device")
+_SPECULATOR = ("max_num_reqs", "max_model_len", "num_speculative_steps", "req_states", "device")
 _BATCH = ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
 REQUIREMENTS = (
     Requirement(_NGRAM, "NgramGPUSpeculator", _SPECULATOR),
@@ -41,6 +42,17 @@ REQUIREMENTS = (
 )
 """What the speculator calls, replaces or reads inside vLLM, beyond what `vllm/plugin.py` requires."""
 
+_VERIFIED = ("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping")
+_STATES = ("expanded_idx_mapping", "expanded_local_pos", "temperature", "seed", "num_speculative_steps")
+_DRAWN = ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature", "is_drafting")
+STRICT_REQUIREMENTS = (
+    Requirement("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "rejection_sample"),
+    Requirement("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils", "rejection_sample", (*_VERIFIED, *_STATES)),
+    Requirement("vllm.v1.worker.gpu.sample.gumbel", "gumbel_sample", _DRAWN),
+    Requirement("vllm.config.speculative", "SpeculativeConfig", ("rejection_sample_method",)),
+)
+"""What `verification.py` calls and replaces."""
+
 HYBRID_SWITCH = f"{ENGINE}_HYBRID"
 BESIDE = "agentspec_beside"
 """Attribute of vLLM's speculator that holds ours."""
@@ -49,14 +61,20 @@ _MODEL = f"{_SPECULATORS}.speculator"
 _MODEL_SPECULATOR = ("draft_logits", "max_num_reqs", "max_model_len", "num_speculative_steps", "device")
 HYBRID_REQUIREMENTS = (
     *(needed for needed in REQUIREMENTS if needed.module not in (_NGRAM,)),
+    *STRICT_REQUIREMENTS,
     Requirement(_SPECULATORS, "init_speculator", ("vllm_config", "device", "req_states")),
     Requirement(_RUNNER, "init_speculator"),
     Requirement(_MODEL, "BaseSpeculator.propose", _PROPOSE),
-    Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker", "draft_logits_spec")),
+    Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker")),
 )
 """What our drafts next to a model's call, replace or read inside vLLM."""
 
 logger = logging.getLogger(__name__)
+
+
+def package() -> Path:
+    """The folder of vLLM's source."""
+    return Path(import_module("vllm").__path__[0])
 
 
 def wanted() -> bool:
@@ -68,6 +86,32 @@ def take_over() -> None:
     """Replace vLLM's n-gram speculator, in this process, by ours."""
     module = import_module(_NGRAM)
     module.NgramGPUSpeculator = _Maker(module.NgramGPUSpeculator)  # type: ignore[attr-defined]
+
+
+def verify_strictly(vllm_config: Any, draft_logits: Any = None) -> bool:
+    """Have drafts verified by the target's own draws, if the operator wants that. Returns whether requests with a seed
+    may have drafts: where that is not possible they have none of ours.
+    """
+    if not enabled(STRICT):
+        return True
+    lacking = missing(package(), STRICT_REQUIREMENTS)
+    if draft_logits is not None:
+        reason = "its drafter samples (draft_sample_method)"
+    elif (method := vllm_config.speculative_config.rejection_sample_method) != "standard":
+        reason = f"rejection_sample_method is {method!r}"
+    elif getattr(vllm_config, "watermark_config", None) is not None:
+        reason = "answers are watermarked"
+    elif lacking:
+        reason = f"it has no {', '.join(lacking)}"
+    else:
+        from agentspec.backends.vllm.runner_v2.verification import strict_rejection
+
+        strict_rejection().strict = True
+        return True
+    logger.warning(
+        "agentspec drafts nothing for requests with a seed, whose text would change in this vLLM: %s", reason
+    )
+    return False
 
 
 def wanted_hybrid() -> bool:
@@ -103,6 +147,7 @@ def join_model(made: Any, vllm_config: Any, req_states: Any) -> Any:
     listen_to_scheduler()
     members = {"open_retriever": staticmethod(open_retriever)}
     beside = type("HybridSpeculator", (HybridSpeculator,), members)(made, vllm_config, req_states)
+    beside.seeded = verify_strictly(vllm_config, made.draft_logits)
     made.propose = beside.propose
     setattr(made, BESIDE, beside)
     close_at_exit(beside.close)
@@ -121,6 +166,7 @@ class _Maker:
             return self._theirs(vllm_config, device, req_states)
         listen_to_scheduler()
         speculator = speculator_class(self._theirs)(vllm_config, device, req_states)
+        speculator.seeded = verify_strictly(vllm_config)
         close_at_exit(speculator.close)
         return speculator
 

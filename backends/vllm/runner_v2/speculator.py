@@ -61,7 +61,8 @@ class PassageSpeculator:
     """
 
     open_retriever: OpenRetriever
-    drafts: torch.Tensor  # (max_num_reqs, num_speculative_steps), int64
+    drafted = 0  # tokens of the last drafts that are verified
+    seeded = True  # whether requests with a seed have drafts
     max_num_reqs: int
     max_model_len: int
     num_speculative_steps: int
@@ -79,6 +80,8 @@ class PassageSpeculator:
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
         self._failures = FailureLog(logger, "a request goes without drafts")
+        drafts = (self.max_num_reqs, self.num_speculative_steps)
+        self.drafts = torch.zeros(drafts, dtype=torch.int64, device=self.device)
         size = (self.max_num_reqs, self._shape.rows * self._shape.width)
         self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
         self._uploaded: dict[int, Rows] = {}  # what the rows hold
@@ -97,7 +100,7 @@ class PassageSpeculator:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 output = _int32(text[len(prompt) :])  # from before it was preempted
-                request = self._retriever.begin(_int32(prompt), info := request_info(new), output)
+                request = self._retriever.begin(_int32(prompt), info := request_info(new, self.seeded), output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
@@ -120,12 +123,16 @@ class PassageSpeculator:
         num_sampled: torch.Tensor,
         *_: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Draft for each request of the batch. The other arguments are for drafters with a model."""
+        """Draft for each request of the batch, of which the server verifies so many tokens. The other arguments are for
+        drafters with a model.
+        """
+        count = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         drafts = self.drafts[: input_batch.num_reqs]
         if not dummy_run and self._retriever is not None:
-            self._draft(self._retriever, input_batch, num_sampled, drafts)
+            self._draft(self._retriever, input_batch, num_sampled, drafts, count)
         return drafts if dummy_run else shared_by_ranks(drafts)
 
     def close(self) -> None:
@@ -133,7 +140,9 @@ class PassageSpeculator:
         if self._retriever is not None:
             self._retriever.close()
 
-    def _draft(self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+    def _draft(
+        self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor, count: int
+    ) -> None:
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         rows, ends = batch.idx_mapping[: batch.num_reqs], self._ends[: batch.num_reqs]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
@@ -146,7 +155,7 @@ class PassageSpeculator:
             self._failures.report(error)
             drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
             ends = matching.last_sampled(own, lengths, rows.long(), sampled, ends.shape[1] - 1)
-        self._send(retriever, ends, requests)
+        self._send(retriever, ends, requests, count)
 
     def _upload(
         self, retriever: PassageRetriever, requests: Sequence[PassageRequest | None], rows: Sequence[int]
@@ -168,18 +177,23 @@ class PassageSpeculator:
         return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
 
     def _send(
-        self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None]
+        self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None], count: int
     ) -> None:
-        """Send a step's tokens to the host."""
+        """Send a step's tokens to the host; `count` are drafted for the next."""
         sampled = SampledTokens(packed)
-        retriever.after(sampled, partial(self._take, retriever, sampled, requests))
+        retriever.after(sampled, partial(self._take, retriever, sampled, requests, self.drafted))
+        self.drafted = count
 
     def _take(
-        self, retriever: PassageRetriever, sampled: SampledTokens, requests: Sequence[PassageRequest | None]
+        self,
+        retriever: PassageRetriever,
+        sampled: SampledTokens,
+        requests: Sequence[PassageRequest | None],
+        drafted: int,
     ) -> None:
-        """Take in the tokens of a step. In the retriever's thread, as `_finished`."""
+        """Take in the tokens of a step, which verified `drafted` tokens. In the retriever's thread, as `_finished`."""
         news = zip(requests, sampled.rows(), strict=True)
-        retriever.advance(((request, tokens) for request, tokens in news if request), self.num_speculative_steps)
+        retriever.advance(((request, tokens) for request, tokens in news if request), drafted)
 
     def _finished(self, request: PassageRequest) -> None:
         """All tokens of the request were taken in."""

@@ -60,8 +60,7 @@ class WorkerBase:
 
 
 class Speculator:
-    num_speculative_steps = 4
-    max_num_reqs = 2
+    num_speculative_steps, max_num_reqs = 4, 2
 
     def __init__(self, vllm_config: object, device: object, req_states: object) -> None:
         self.device = device
@@ -75,7 +74,8 @@ class PrometheusStatLogger:
 class ModelSpeculator:
     """One with a model of its own."""
 
-    device, draft_logits, num_speculative_steps, max_num_reqs, max_model_len = torch.device("cpu"), None, 4, 2, 64
+    device, draft_logits = torch.device("cpu"), None
+    num_speculative_steps, max_num_reqs, max_model_len = 4, 2, 64
 
     def propose(self, input_batch: Any, *states: object, **more: object) -> torch.Tensor:
         return torch.full((input_batch.num_reqs, 4), 7)
@@ -83,7 +83,7 @@ class ModelSpeculator:
 
 SUFFIX = SimpleNamespace(suffix_decoding_min_token_prob=0.1)
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-NGRAM = f"{SPECULATORS}.ngram.speculator"
+NGRAM, SAMPLER = f"{SPECULATORS}.ngram.speculator", f"{SPECULATORS}.rejection_sampler"
 CONTENTS: dict[str, dict[str, object]] = {
     "vllm": {},
     "vllm.config": {},
@@ -100,8 +100,11 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.worker.worker_base": {"WorkerBase": WorkerBase},
     "vllm.v1.worker.gpu": {},
     "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner": RunnerV2},
+    "vllm.v1.worker.gpu.sample": {},
+    "vllm.v1.worker.gpu.sample.gumbel": {"gumbel_sample": None},
     SPECULATORS: {"init_speculator": lambda config, device, req_states: config.made},
     f"{SPECULATORS}.speculator": {"DraftModelSpeculator": ModelSpeculator},
+    SAMPLER: {"rejection_sample": None},
     f"{SPECULATORS}.ngram": {},
     NGRAM: {"NgramGPUSpeculator": Speculator},
     "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner, "SuffixDecodingProposer": object},
@@ -109,6 +112,7 @@ CONTENTS: dict[str, dict[str, object]] = {
 
 
 V2_REQUIREMENTS = (*runner_v2.REQUIREMENTS, *runner_v2.HYBRID_REQUIREMENTS)
+STANDARD = SimpleNamespace(rejection_sample_method="standard", method="eagle3")
 
 
 def source(requirements: Iterable[Requirement], folder: Path) -> None:
@@ -172,6 +176,7 @@ def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
     [
         ("AGENTSPEC_CACHE__MEMORY_BYTES", "much", "AGENTSPEC_CACHE__MEMORY_BYTES"),
         ("AGENTSPEC_VLLM_V2", "maybe", "AGENTSPEC_VLLM_V2 must be on or off"),
+        ("AGENTSPEC_VLLM_STRICT", "maybe", "AGENTSPEC_VLLM_STRICT must be on or off"),
         ("AGENTSPEC_VLLM", "off", ""),
     ],
 )
@@ -197,7 +202,8 @@ def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeyp
     monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
     plugin.install()
     parallel = SimpleNamespace(prefill_context_parallel_size=1)
-    made = vllm[NGRAM].NgramGPUSpeculator(SimpleNamespace(parallel_config=parallel), torch.device("cpu"), None)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=STANDARD)
+    made = vllm[NGRAM].NgramGPUSpeculator(config, torch.device("cpu"), None)
     told: list[object] = []
     monkeypatch.setattr(made, "begin", told.append)
     monkeypatch.setattr(made, "finish", lambda over, preempted: told.append((over, preempted)))
@@ -222,12 +228,42 @@ def test_ours_beside_a_model_where_asked_for(
     named = vllm["vllm.v1.worker.gpu.model_runner"]
     monkeypatch.setattr(named, "init_speculator", vllm[SPECULATORS].init_speculator, raising=False)
     plugin.install()
-    parallel, method = SimpleNamespace(prefill_context_parallel_size=1), SimpleNamespace(method="eagle3")
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1)
     other = SimpleNamespace(made=Speculator(None, None, None))
     assert named.init_speculator(other, None, None) is other.made and not hasattr(other.made, runner_v2.BESIDE)
-    config = SimpleNamespace(made=ModelSpeculator(), parallel_config=parallel, speculative_config=method)
+    config = SimpleNamespace(made=ModelSpeculator(), parallel_config=parallel, speculative_config=STANDARD)
     made = named.init_speculator(config, None, None)
     assert made is config.made and hasattr(made, runner_v2.BESIDE) == (switch == "on")
+
+
+@pytest.mark.parametrize(
+    ("changed", "seeded", "said"),
+    [
+        ({}, True, ""),
+        ({"AGENTSPEC_VLLM_STRICT": "off"}, True, ""),
+        ({"method": "block"}, False, "rejection_sample_method is 'block'"),
+        ({"watermark": object()}, False, "answers are watermarked"),
+        ({"logits": torch.zeros(1)}, False, "its drafter samples"),
+        ({"lacks": "sample/gumbel.py"}, False, "it has no vllm.v1.worker.gpu.sample.gumbel"),
+    ],
+)
+def test_requests_with_a_seed_have_drafts_only_where_these_change_no_token(
+    vllm: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changed: dict[str, Any],
+    seeded: bool,
+    said: str,
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_STRICT", changed.get("AGENTSPEC_VLLM_STRICT", "on"))
+    if "lacks" in changed:
+        (runner_v2.package() / "v1/worker/gpu" / changed["lacks"]).unlink()
+    method = SimpleNamespace(rejection_sample_method=changed.get("method", "standard"))
+    config = SimpleNamespace(speculative_config=method, watermark_config=changed.get("watermark"))
+    assert runner_v2.verify_strictly(config, changed.get("logits")) is seeded
+    assert said in caplog.text and bool(caplog.text) is not seeded
+    ours = vllm[SAMPLER].rejection_sample
+    assert (ours is not None and ours.strict) is (changed == {})
 
 
 @pytest.mark.parametrize("lacking", [*plugin.REQUIREMENTS, *runner_v2.REQUIREMENTS], ids=lambda lacking: lacking.name)

@@ -106,7 +106,13 @@ def new(
         prompt_embeds=None,
         lora_request=None,
         sampling_params=SimpleNamespace(
-            extra_args=extra, eos_token_id=EOS, stop=[*stop], stop_token_ids=[], max_tokens=most
+            extra_args=extra,
+            eos_token_id=EOS,
+            stop=[*stop],
+            stop_token_ids=[],
+            max_tokens=most,
+            seed=1,
+            temperature=0.0,
         ),
     )
     setattr(request, SALT, salt)
@@ -416,6 +422,16 @@ def test_what_is_switched_off_or_cannot_be_read_is_off(runner: Runner, bench: Be
         runner.begin(session, np.concatenate((TEXT[:1], OTHER[:20])) if known else TEXT[:1], agentspec_session=session)
         assert bool(runner.step(**{session: OTHER[5:9].tolist()})[session]) is known
     assert outputs(bench) == [TEXT[:8].tolist()]
+
+
+def test_no_drafts_for_sampling_with_a_seed_whose_text_they_would_change(runner: Runner, bench: Bench) -> None:
+    for name, temperature in (("a", 0.0), ("b", 1.0)):
+        bench.server.add(name, TEXT[:5])
+        request = new(name, TEXT[:5])
+        request.sampling_params.temperature = temperature
+        request.sampling_params.extra_args = {"agentspec_prediction": TEXT[5:].tolist()}
+        runner.proposer.scheduled(scheduled(request), bench.server)
+    assert [bool(draft) for draft in runner.step(a=[int(TEXT[5])], b=[int(TEXT[5])]).values()] == [True, False]
 
 
 def test_adapters_share_by_content_alone(runner: Runner, bench: Bench, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ class NgramGPUSpeculator:
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.device, self.req_states = device, req_states
         self.max_num_reqs, self.max_model_len, self.num_speculative_steps = REQUESTS, LONGEST, DRAFTED
-        self.drafts = torch.zeros((REQUESTS, DRAFTED), dtype=torch.int64)
 
 
 class RequestStates:
@@ -172,9 +171,10 @@ class Runner:
 
 def new_request(identity: str, prompt: list[int] | None, text: list[int], **more: Any) -> Any:
     """The part of vLLM's `NewRequestData` that is read."""
-    given = {"salt": None, "xargs": {}, "max_tokens": None, "stop": [], "embeds": None, **more}
+    given = {"salt": None, "xargs": {}, "max_tokens": None, "stop": [], "embeds": None, "seed": None, **more}
     sampling = SimpleNamespace(extra_args=given["xargs"], eos_token_id=EOS, stop_token_ids=[])
     sampling.max_tokens, sampling.stop = given["max_tokens"], given["stop"]
+    sampling.seed, sampling.temperature = given["seed"], 1.0
     new = SimpleNamespace(req_id=identity, prompt_token_ids=prompt, prefill_token_ids=text, lora_request=None)
     new.sampling_params, new.prompt_embeds = sampling, given["embeds"]
     setattr(new, SALT, given["salt"])

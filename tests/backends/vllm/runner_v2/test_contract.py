@@ -129,5 +129,15 @@ def test_the_runner_makes_and_reads_speculators_as_ours_need(vllm: Path) -> None
     assert "self.speculator = init_speculator(self.vllm_config, self.device, self.req_states)" in runner
     assert "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens" in runner
     assert "self.speculator.draft_logits" in runner
-    kernels = (vllm / FOLDER / "rejection_sampler_utils.py").read_text()
-    assert 'max > float("-inf")' in kernels  # a block of the vocabulary without any probability is allowed for
+
+
+def test_all_drafts_are_verified_by_the_function_that_ours_replaces(vllm: Path) -> None:
+    """By its name in the module of the sampler, with twelve arguments by position."""
+    tree = ast.parse((vllm / FOLDER / "rejection_sampler.py").read_bytes())
+    calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    (verified,) = [call for call in calls if ast.unparse(call.func) == "rejection_sample"]
+    assert len(verified.args) == 12 and "use_fp64" in {word.arg for word in verified.keywords}
+    sampler = ast.unparse(ast.parse((vllm / "v1/worker/gpu/sample/sampler.py").read_bytes()))
+    assert (
+        "apply_temperature=False, is_drafting=False, use_fp64=self.use_fp64_gumbel" in sampler
+    )  # the draw without drafts

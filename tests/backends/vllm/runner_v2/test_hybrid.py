@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from agentspec.backends.vllm.runner_v2 import plugin
 from agentspec.backends.vllm.runner_v2.hybrid import stays_exact
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
+from agentspec.backends.vllm.runner_v2.verification import strict_rejection
 from agentspec.cache import SuffixCache
 from tests.backends.vllm.runner_v2.conftest import (
     DRAFTED,
@@ -36,10 +38,13 @@ class DraftModelSpeculator:
         self.device = torch.device("cpu")
         self.max_num_reqs, self.max_model_len, self.num_speculative_steps = REQUESTS, LONGEST, DRAFTED
         self.draft_logits = torch.zeros((REQUESTS, DRAFTED, VOCABULARY)) if sampled else None
-        self.right, self.states = right, RequestStates()
+        self.right, self.states, self.forwards = right, RequestStates(), 0
         self.texts: dict[int, list[int]] = {}
 
-    def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> torch.Tensor:
+    def propose(
+        self, input_batch: Any, *_: Any, dummy_run: bool = False, num_speculative_tokens: int = DRAFTED, **__: Any
+    ) -> torch.Tensor:
+        self.forwards += num_speculative_tokens
         found = torch.full((input_batch.num_reqs, DRAFTED), VOCABULARY - 1)
         if not dummy_run:
             for row, place in enumerate(input_batch.idx_mapping.tolist()):
@@ -64,10 +69,12 @@ def join(
     monkeypatch.setattr(plugin, "open_retriever", open_retriever)
     monkeypatch.setattr(plugin, "listen_to_scheduler", lambda: None)
     monkeypatch.setattr(plugin, "close_at_exit", lambda close: None)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
-        speculative_config=SimpleNamespace(method="eagle3"),
-    )
+    for name, members in {"spec_decode.rejection_sampler": {"rejection_sample": None}, "sample.gumbel": {}}.items():
+        monkeypatch.setitem(sys.modules, module := f"vllm.v1.worker.gpu.{name}", ModuleType(module))
+        vars(sys.modules[module]).update({"gumbel_sample": None, **members})
+    monkeypatch.setattr(plugin, "verify_strictly", lambda config, logits: logits is None)
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle3"))
 
     def make(right: int, sampled: bool = False) -> Runner:
         theirs = DraftModelSpeculator(right, sampled)
@@ -115,28 +122,47 @@ def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[...,
     assert steps(join(right=2), answer) <= 1.2 * len(answer) / 3
 
 
-def test_drafts_of_ours_have_the_probability_that_they_were_drawn_with(join: Callable[..., Runner], late: Late) -> None:
-    """One, of the tokens that are verified; where the model drafts, its own probabilities stay."""
+def test_drafts_of_ours_are_verified_by_the_targets_draw_and_the_models_by_their_probabilities(
+    join: Callable[..., Runner], late: Late
+) -> None:
     runner = join(right=0, sampled=True)
     logits = runner.speculator._model.draft_logits  # type: ignore[attr-defined]
+    certain = strict_rejection().ours[logits.data_ptr()]
     steps(runner, ANSWER)
-    runner.speculator._model.texts = {0: [*PROMPT, *ANSWER], 1: [*NOVEL[:20], *NOVEL[20:]]}  # type: ignore[attr-defined]
+    runner.speculator._model.texts = {0: [*PROMPT, *ANSWER], 1: NOVEL}  # type: ignore[attr-defined]
     runner.begin("known", PROMPT, ANSWER)
+    runner.begin("seeded", PROMPT, ANSWER, seed=1)  # the model's drafts decide its text, so that it has no others
     runner.begin("new", NOVEL[:20], NOVEL[20:])
     used = 0
     for _ in range(6):
-        logits.fill_(0.5)
         runner.step()
-        for name, row in runner.rows.items():
-            probabilities, draft = torch.softmax(logits[row], dim=-1), runner.drafts[name]
-            certain = torch.nn.functional.one_hot(torch.tensor(draft), VOCABULARY).float()
-            if draft[0] == VOCABULARY - 1:  # the model's
-                assert torch.equal(logits[row], torch.full_like(logits[row], 0.5))
-            else:
-                used += 1
-                assert torch.equal(probabilities, certain)
-    assert used >= 3
-    assert torch.equal(logits[3], torch.full_like(logits[3], 0.5))
+        drawn = {name: runner.drafts[name][0] == VOCABULARY - 1 for name in runner.rows}
+        assert {name: not certain[row] for name, row in runner.rows.items()} == drawn
+        assert drawn["seeded"] and drawn["new"]
+        used += not drawn["known"]
+    assert used >= 3 and not logits.any()
+
+
+def test_the_model_drafts_one_token_where_all_requests_follow_passages(
+    join: Callable[..., Runner], late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late.steps, runner = 1, join(right=1)
+    model: Any = runner.speculator._model  # type: ignore[attr-defined]
+    first, answer = steps(runner, ANSWER), [*ANSWER[:40], *NOVEL[:20]]
+    assert model.forwards == DRAFTED * first
+    model.forwards, rest = 0, steps(runner, answer)
+    assert model.forwards <= DRAFTED * rest - 4 * (DRAFTED - 1), (
+        "of some 8 steps in the passage, the host sees one late"
+    )
+    model.texts[0], model.forwards = [*PROMPT, *ANSWER], 0
+    runner.begin("a", PROMPT, ANSWER)
+    for _ in range(5):
+        runner.step()
+    with monkeypatch.context() as failing:
+        failing.setattr(runner.speculator, "_match", lambda *_: 1 / 0)
+        runner.step()
+        assert runner.drafts["a"] == [0] * DRAFTED, "what the model did not draft is verified as certain"
+    runner.run()
 
 
 def test_all_ranks_verify_the_first_ranks_drafts_and_a_dummy_run_is_the_models(
@@ -155,22 +181,9 @@ def test_all_ranks_verify_the_first_ranks_drafts_and_a_dummy_run_is_the_models(
         assert source == 0 and sent in ([runner.drafts["a"]], [[-1] * DRAFTED])
 
 
-class PartialSpeculator(DraftModelSpeculator):
-    """One that writes a few columns of its probabilities only."""
-
-    def draft_logits_spec(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        (DraftModelSpeculator(1, True), ""),
-        (PartialSpeculator(1, False), ""),
-        (PartialSpeculator(1, True), "PartialSpeculator keeps draft probabilities from step to step"),
-    ],
-)
-def test_what_would_not_be_exact_is_left_alone(made: Any, reason: str) -> None:
-    assert stays_exact(made) == reason
+def test_what_would_not_be_exact_is_left_alone() -> None:
+    made: Any = DraftModelSpeculator(1, True)
+    assert stays_exact(made) == ""
     made.enable_adaptive_verification = True
     assert "adaptive" in stays_exact(made)
     made.draft_watermarker = object()
