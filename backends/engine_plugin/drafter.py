@@ -147,10 +147,11 @@ def _known(turn: DraftTurn) -> TokenTree:
     found, since = turn.state.found, turn.state.length - turn.state.found.length
     if found.deletions != Deletions.count or not 0 <= since <= len(turn.context):
         return EMPTY_TREE
+    edges = {edge: child for child, edge in enumerate(zip(*found.tree, strict=True))}
     node = -1
     for token in turn.context[len(turn.context) - since :].tolist():
-        edges = enumerate(zip(*found.tree, strict=True))
-        node = next((child for child, edge in edges if edge == (token, node)), len(found.tree.tokens))
+        if (node := edges.get((token, node), len(edges))) == len(edges):
+            return EMPTY_TREE
     left = within(found.tree, MOST_TOKEN + 1, node)
     return TokenTree(left.tokens[: turn.limit], left.parents[: turn.limit])
 
