@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 DEPTH = 16  # most tokens before a place that are compared
+_PRIOR, _FADE = 6.0, 0.999  # tokens that an assumed rate counts for; decay per step of what was learned
 _UNLIKE = -2  # equals no token, and not the -1 that fills passages
 
 
@@ -92,3 +93,31 @@ def _read_own(own: Tensor, lengths: Tensor, place: Tensor, count: int) -> Tensor
     """`count` tokens of own text from `place` on, and again from there after its end."""
     left = (lengths.long() - place).clamp(min=1)[:, None]
     return own.gather(1, place[:, None] + torch.arange(count, device=own.device) % left).long()
+
+
+class MatchConfidence:
+    """How often a drafted token is right after a match of each length, learned and read on the device. A token that was
+    right makes the match before the next one longer.
+    """
+
+    def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
+        lengths = torch.arange(DEPTH + 1, device=device)
+        self._assumed = lengths / (lengths + 1.0)
+        self._right = torch.zeros(DEPTH + 1, device=device)
+        self._tried = torch.zeros_like(self._right)
+        self._last = torch.zeros(requests, dtype=torch.int64, device=device)  # matches before the last drafts
+        self._steps = torch.arange(tokens, device=device)
+
+    def observe(self, rows: Tensor, sampled: Tensor, rejected: Tensor) -> None:
+        """Of the requests in `rows` so many tokens were `sampled`, and so many `rejected` of their last drafts."""
+        last, accepted = self._last.index_select(0, rows)[:, None], sampled[:, None].long() - 1
+        known = (last > 0) & (self._steps <= accepted) & (self._steps < accepted + rejected[:, None])
+        places = (last + self._steps).clamp(max=DEPTH).flatten()
+        for kept, new in ((self._tried, known), (self._right, known & (self._steps < accepted))):
+            kept.mul_(_FADE).index_add_(0, places, new.flatten().float())
+
+    def of(self, rows: Tensor, match: Tensor) -> Tensor:
+        """The probability of each drafted token (requests, tokens) after a `match` if those before it are right."""
+        self._last.index_copy_(0, rows, match)
+        rates = (self._right + _PRIOR * self._assumed) / (self._tried + _PRIOR)
+        return rates[(match[:, None] + self._steps).clamp(max=DEPTH)] * (match > 0)[:, None]

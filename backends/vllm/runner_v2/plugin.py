@@ -19,7 +19,15 @@ SWITCH = f"{ENGINE}_V2"
 METHODS = ("ngram", "ngram_gpu")  # of vLLM, which its second runner gives to the speculator that ours replaces
 _NGRAM = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
-_PROPOSE = ("input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled")
+_PROPOSE = (
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+    "num_rejected",
+)
 _SPECULATOR = ("max_num_reqs", "max_model_len", "num_speculative_steps", "req_states", "device")
 _BATCH = ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
 REQUIREMENTS = (

@@ -82,6 +82,10 @@ class PassageSpeculator:
         self._failures = FailureLog(logger, "a request goes without drafts")
         drafts = (self.max_num_reqs, self.num_speculative_steps)
         self.drafts = torch.zeros(drafts, dtype=torch.int64, device=self.device)
+        given = getattr(vllm_config, "speculative_config", None)
+        self.enable_adaptive_verification = bool(getattr(given, "enable_adaptive_verification", False))
+        self.draft_token_confidence_probs = torch.zeros(drafts, dtype=torch.float32, device=self.device)
+        self._confidence = matching.MatchConfidence(*drafts, self.device)
         size = (self.max_num_reqs, self._shape.rows * self._shape.width)
         self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
         self._uploaded: dict[int, Rows] = {}  # what the rows hold
@@ -121,6 +125,7 @@ class PassageSpeculator:
         last_hidden_states: Any,
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
+        num_rejected: Any = None,
         *_: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
@@ -131,9 +136,13 @@ class PassageSpeculator:
         """
         count = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         drafts = self.drafts[: input_batch.num_reqs]
-        if not dummy_run and self._retriever is not None:
-            self._draft(self._retriever, input_batch, num_sampled, drafts, count)
-        return drafts if dummy_run else shared_by_ranks(drafts)
+        if dummy_run:
+            return drafts
+        if self._retriever is not None:
+            self._draft(self._retriever, input_batch, num_sampled, num_rejected, drafts, count)
+        if self.enable_adaptive_verification:
+            shared_by_ranks(self.draft_token_confidence_probs)
+        return shared_by_ranks(drafts)
 
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
@@ -141,18 +150,31 @@ class PassageSpeculator:
             self._retriever.close()
 
     def _draft(
-        self, retriever: PassageRetriever, batch: Any, sampled: torch.Tensor, drafts: torch.Tensor, count: int
+        self,
+        retriever: PassageRetriever,
+        batch: Any,
+        sampled: torch.Tensor,
+        rejected: Any,
+        drafts: torch.Tensor,
+        count: int,
     ) -> None:
         requests = [self._requests.get(identity) for identity in batch.req_ids]
         rows, ends = batch.idx_mapping[: batch.num_reqs], self._ends[: batch.num_reqs]
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
         try:
             self._upload(retriever, requests, batch.idx_mapping_np.tolist())
-            self._match(own, lengths, rows, sampled, self._passages, drafts, ends)
-            if self._silent:
-                drafts[[row for row, request in enumerate(requests) if request in self._silent]] = 0  # no guess
+            match = self._match(own, lengths, rows, sampled, self._passages, drafts, ends)
+            silent = [row for row, request in enumerate(requests) if request in self._silent] if self._silent else []
+            if silent:
+                drafts[silent] = 0  # no guess
+            if self.enable_adaptive_verification:
+                if silent:
+                    match[silent] = 0
+                self._confidence.observe(rows.long(), sampled, rejected)
+                self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(rows.long(), match)
         except Exception as error:
             self._failures.report(error)
+            self.draft_token_confidence_probs.zero_()
             drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
             ends = matching.last_sampled(own, lengths, rows.long(), sampled, ends.shape[1] - 1)
         self._send(retriever, ends, requests, count)

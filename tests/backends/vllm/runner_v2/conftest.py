@@ -138,7 +138,9 @@ class Runner:
         rows = torch.tensor([self.rows[identity] for identity in identities], dtype=torch.int32)
         batch = SimpleNamespace(req_ids=identities, num_reqs=len(identities), idx_mapping=rows)
         batch.idx_mapping_np = rows.numpy()
-        drafts = self.speculator.propose(batch, None, None, None, None, counts, None, None)
+        verified = torch.tensor([len(self.drafts[identity]) for identity in identities])
+        rejected = (verified + 1 - counts).clamp(min=0)
+        drafts = self.speculator.propose(batch, None, None, None, None, counts, rejected, None)
         for identity, draft in zip(identities, drafts.tolist(), strict=True):
             self.drafts[identity] = draft
         if settle:

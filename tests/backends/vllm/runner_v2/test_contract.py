@@ -48,7 +48,7 @@ def test_the_runner_makes_and_calls_the_speculator_as_ours_can_be(vllm: Path) ->
     ]
     step, dummy = sorted(proposed, key=lambda call: len(call.args), reverse=True)
     given = [ast.unparse(argument) for argument in step.args]
-    assert (given[0], given[5]) == ("input_batch", "num_sampled") and len(proposed) == 2
+    assert (given[0], *given[5:7]) == ("input_batch", "num_sampled", "num_rejected") and len(proposed) == 2
     assert not dummy.args and {"input_batch", "num_sampled", "dummy_run"} <= {word.arg for word in dummy.keywords}
 
 
@@ -129,6 +129,8 @@ def test_the_runner_makes_and_reads_speculators_as_ours_need(vllm: Path) -> None
     assert "self.speculator = init_speculator(self.vllm_config, self.device, self.req_states)" in runner
     assert "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens" in runner
     assert "self.speculator.draft_logits" in runner
+    assert "getattr(self.speculator, 'enable_adaptive_verification', False)" in runner
+    assert "record_confidences(self.speculator.draft_token_confidence_probs, input_batch)" in runner
 
 
 def test_all_drafts_are_verified_by_the_function_that_ours_replaces(vllm: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentspec.backends.vllm.runner_v2.matching import DEPTH, draft
+from agentspec.backends.vllm.runner_v2.matching import DEPTH, MatchConfidence, draft
 
 OVERLAP, WIDTH, COUNT = 3, 8, 2
 
@@ -52,3 +52,17 @@ def test_drafts_are_those_of_the_search(requests: list[tuple[list[int], list[lis
     found, _ = draft(own, lengths, passages, OVERLAP, tokens)
     assert found.dtype == torch.int64
     assert found.tolist() == [drafted_by_search(text, rows, tokens) for text, rows in requests]
+
+
+def test_confidences_are_how_often_tokens_were_right_after_a_match_of_that_length() -> None:
+    """A row's own last match counts; tokens behind the first wrong one, and what was not verified, say nothing."""
+    confidence, rows = MatchConfidence(3, 4, torch.device("cpu")), torch.tensor([2, 0])
+    random = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        confidence.of(rows, torch.tensor([3, 0]))
+        right = int((torch.rand(4, generator=random) < torch.tensor([0.9, 0.5, 0.2, 0.7])).long().cumprod(0).sum())
+        verified = min(right, 3)  # the server verified three of four
+        confidence.observe(rows, torch.tensor([verified + 1, 2]), torch.tensor([3 - verified, 2]))
+    known, other = confidence.of(torch.tensor([1, 2]), torch.tensor([3, 0])).tolist()
+    assert torch.allclose(torch.tensor(known[:3]), torch.tensor([0.9, 0.5, 0.2]), atol=0.06)
+    assert abs(known[3] - 6 / 7) < 1e-6 and other == [0.0] * 4, "of what was never verified a rate is assumed"

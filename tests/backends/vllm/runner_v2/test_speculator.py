@@ -9,6 +9,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +51,22 @@ def test_what_was_generated_once_is_drafted_though_the_host_is_behind(
     predicted = text(9, 40)
     steps = learn(runner, late, text(8, 20), predicted, xargs={"agentspec_prediction": predicted})
     assert steps <= len(predicted) // (DRAFTED + 1) + 1 + steps_late
+
+
+def test_adaptive_verification_gets_the_confidence_in_each_token(runner: Runner, late: Late) -> None:
+    """Where vLLM asks for it: the known text is worth verifying, what repeats by chance is not."""
+    runner.speculator.enable_adaptive_verification = True
+    for _ in range(3):
+        learn(runner, late)
+    noise = np.random.default_rng(0).integers(0, 30, 60).tolist()
+    runner.begin("noise", noise[:20], noise[20:])
+    runner.begin("silent", PROMPT, ANSWER, xargs={"agentspec_speculation": "off"})
+    runner.begin("known", PROMPT, ANSWER)
+    for _ in range(5):
+        runner.step()
+    by_name = dict(zip(runner.rows, runner.speculator.draft_token_confidence_probs.tolist(), strict=False))
+    assert min(by_name["known"]) > 0.7 and max(by_name["noise"][:2]) < 0.5 and by_name["silent"] == [0.0] * DRAFTED
+    runner.run()
 
 
 def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -> None:
