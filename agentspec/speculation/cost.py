@@ -183,12 +183,14 @@ class CostModel:
         if surprised:
             self._curve.doubt()
 
-    @property
-    def trial(self) -> Literal["plain", "drafts"] | None:
+    def next_trial(self) -> Literal["plain", "drafts"] | None:
         """The kind of forward, without drafts or with, that should come next since none came for long. A size that
         never comes would keep a wrong cost, such as one that was measured while the machine had other work.
         """
-        return None if self._alike < self._wait else "drafts" if self._plain else "plain"
+        if self._alike < self._wait:
+            return None
+        self._alike = 0  # also where the next forward cannot be one
+        return "drafts" if self._plain else "plain"
 
     def _count(self, plain: bool, ratio: float) -> bool:
         """Count a forward that took `ratio` times as long as expected; returns whether it is the first of its kind and

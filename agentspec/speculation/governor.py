@@ -174,7 +174,7 @@ class Governor:
         requests = len(acceptances)
         tokens, batch = tokens or requests, batch or requests
         reading = self.cost.seconds(tokens, context, batch) - self.cost.seconds(requests, context, batch)
-        if (trial := self.cost.trial) is not None:
+        if (trial := self.cost.next_trial()) is not None:
             least = LIKELY if trial == "drafts" else 2.0
             return [[node for node, chance in enumerate(one) if chance >= least] for one in acceptances]
         counts = allocate_budget(

@@ -103,7 +103,7 @@ class HarmonyParser:
         thoughts, pieces = list[str](), Pieces()
         if self._header is None:
             pieces += [self._held] if self._held.strip() or not self._read else []
-        else:
+        elif self._object is None:
             self._say(self._held, thoughts, pieces)
         self._held = ""
         return "".join(thoughts), pieces

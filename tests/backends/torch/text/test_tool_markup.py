@@ -278,7 +278,7 @@ def test_channels_part_thoughts_text_and_calls() -> None:
         "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         '<|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"count": 1}'
     )
-    for pieces in cuts(answer):
+    for pieces in [*cuts(answer), [answer, " \n"]]:
         assert read("<|channel|>", pieces) == ("Hm <b>.", "I look.", [("write", {"count": 1})])
     final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes <|x"
     assert read("<|channel|>", list(final)) == ("Hm.", "Yes <|x", [])
