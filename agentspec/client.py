@@ -126,7 +126,7 @@ def _deltas(options: dict[str, Any], content: dict[str, Any]) -> Callable[[], As
     labels = replace(current_labels(), session=chosen["session"] or current_labels().session)
     call = call_of(chosen, labels, options, remote=base_url is not None, **content)
     key = SecretStr(api_key) if isinstance(api_key, str) else api_key
-    return partial(counted, call, lambda: runtime_for(call.model, base_url, key), base_url=base_url)
+    return partial(counted, call, lambda: runtime_for(call.model, base_url, key))
 
 
 def checked_url(url: str | None) -> str | None:
@@ -200,7 +200,6 @@ async def counted(
     *,
     timeout: float | None = None,
     max_retries: int = _RETRIES,
-    base_url: str | None = None,
 ) -> AsyncGenerator[Delta]:
     """Yield the answer to `call`; count the call on its step when it finishes, fails or is aborted."""
     began = time.perf_counter()
@@ -220,18 +219,9 @@ async def counted(
         failed = True
         if isinstance(error, TimeoutError):
             raise RequestTimeoutError(f"no whole answer within timeout={timeout!r} seconds") from None
-        if isinstance(error, UpstreamStatusError) and error.status == 404 and base_url is not None:
-            _name_missing_path(error, base_url)
         raise
     finally:
         observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
-
-
-def _name_missing_path(error: UpstreamStatusError, base_url: str) -> None:
-    """Say that an address without a path usually lacks /v1."""
-    if not urlsplit(base_url).path.strip("/"):
-        error.message += f"; base_url usually ends in /v1: {base_url.rstrip('/')}/v1"
-        error.args = (error.message,)
 
 
 async def _attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) -> AsyncGenerator[Delta]:

@@ -56,7 +56,7 @@ class PredictedText:
         self._at = self._aligned()
 
     def _aligned(self) -> int | None:
-        """The position behind the best match of the answer's last tokens. Costs a pass over the prediction."""
+        """The position after the best match of the answer's last tokens. Costs a pass over the prediction."""
         found = None
         ends = np.arange(1, max(1, len(self._ids)))
         for length, token in enumerate(reversed(self._last), start=1):

@@ -173,7 +173,7 @@ class FakeBackend:
             return list(request.token_ids)
         if request.text is not None:
             return self.encode(request.text)
-        return [token for message in request.messages or () for token in self.encode(_text(message.get("content")))]
+        return [token for message in request.messages or () for token in self.encode(_content(message.get("content")))]
 
     def _cut(
         self, request: GenerateRequest, token_ids: list[int], reason: FinishReason
@@ -199,7 +199,7 @@ class FakeBackend:
 def _rendered(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, start: bool) -> str:
     """A typical chat template: tools, then each message under its role. Without `start` the last message stays open."""
     text = f"<|tools|>\n{json.dumps(list(tools))}<|end|>\n" if tools else ""
-    text += "".join(f"<|{message['role']}|>\n{_text(message.get('content'))}<|end|>\n" for message in messages)
+    text += "".join(f"<|{message['role']}|>\n{_content(message.get('content'))}<|end|>\n" for message in messages)
     return f"{text}<|assistant|>\n" if start else text.removesuffix("<|end|>\n")
 
 
@@ -221,7 +221,7 @@ def _logprobs(request: GenerateRequest, token_id: int, word: str) -> tuple[Token
     return (replace(certain, top=(certain,)) if request.sampling.top_logprobs else certain,)
 
 
-def _text(content: Any) -> str:
+def _content(content: Any) -> str:
     """The text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content

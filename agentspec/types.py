@@ -224,7 +224,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def is_given(self, name: str) -> bool:
-        """Whether somebody chose the field's value: one that differs from the default, or a number equal to it."""
+        """Whether the caller chose the field's value: one that differs from the default, or a number equal to it."""
         value, default = getattr(self, name), getattr(_DEFAULTS, name)
         return not isinstance(value, _Default) and (isinstance(default, _Default) or bool(value != default))
 

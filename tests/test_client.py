@@ -93,7 +93,7 @@ def test_a_key_is_given_or_in_the_environment(given: dict[str, Any], monkeypatch
 def test_an_address_without_v1_is_named(served: Any) -> None:
     there, _ = served
     root = there["base_url"].removesuffix("/v1")
-    with pytest.raises(UpstreamStatusError, match=f"base_url usually ends in /v1: {root}/v1"):
+    with pytest.raises(UpstreamStatusError, match="base_url should end in /v1"):
         agentspec.chat("hi", model="fake", base_url=root)
-    with pytest.raises(UpstreamStatusError, match="base_url usually ends in /v1"):
+    with pytest.raises(UpstreamStatusError, match="base_url should end in /v1"):
         ChatAgentSpec(model="fake", base_url=f"{root}/").invoke("hi")

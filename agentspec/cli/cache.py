@@ -278,7 +278,7 @@ def import_files(
 
     settings = load(config)
     folder = folder_of(settings, path, create=True)
-    text, redaction = _text(settings, model), Redaction()
+    text, redaction = _model_text(settings, model), Redaction()
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         rows: list[SequenceRecord] = []
@@ -363,7 +363,7 @@ def _record(encoded: _EncodedCall, text: ModelText, tenant: str) -> SequenceReco
     return SequenceRecord(0, text.namespace(tenant), call.labels.session, tokens, context, created_at)
 
 
-def _text(settings: Settings, model: str) -> ModelText:
+def _model_text(settings: Settings, model: str) -> ModelText:
     from agentspec.backends.torch.text.model_text import ModelText
 
     return ModelText.load(reference_of(settings, model))
@@ -387,7 +387,7 @@ def replay(
     from agentspec.cache.tokens import as_tokens
     from agentspec.recordings.replay import EncodedCall, replay_cache
 
-    text = _text(load(config), model)
+    text = _model_text(load(config), model)
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         seen: set[_Key] = set()

@@ -38,7 +38,9 @@ _PACKAGES = {Agent.claude: "@anthropic-ai/claude-code", Agent.codex: "@openai/co
 
 def launch(
     agent: Annotated[Agent, typer.Argument(metavar="AGENT", help="Which agent to start")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARG", help="Behind --: what the agent gets")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARG", help="Arguments of the agent, after --")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Address of the gateway [default: that of the settings, http://127.0.0.1:8700]")
     ] = None,

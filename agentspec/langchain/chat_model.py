@@ -253,7 +253,6 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
             partial(self._runtime, call.model),
             timeout=self.timeout,
             max_retries=self.max_retries,
-            base_url=self.base_url,
         )
 
     def _runtime(self, model: str) -> Runtime:

@@ -88,18 +88,18 @@ class EarlyTools:
         store, calls = current_policy().store is not False, None
         with contained("ending a turn"):
             messages = [message for message in response.result if isinstance(message, AIMessage)]
-            calls = [call for message in messages for call in (*_by_provider(message), *_calls(message))]
+            calls = [call for message in messages for call in (*_by_provider(message), *_tool_calls_of(message))]
         if calls is None:
             session.abandon_turn()
         else:
             session.end_turn(calls, store=store)
 
     def run(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
-        """Run a tool that the model called. The handler, with all that stands behind it, is asked in any case."""
+        """Run a tool that the model called. The handler, and other middleware after it, are called in any case."""
         session = self._session_of(_messages(request.state))
         if session is None:
             return handler(request)
-        result = session.run(_call(session, request), lambda _: handler(request))
+        result = session.run(_tool_call_of(session, request), lambda _: handler(request))
         return handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
 
     async def arun(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
@@ -107,7 +107,7 @@ class EarlyTools:
         session = self._session_of(_messages(request.state))
         if session is None:
             return await handler(request)
-        result = await session.arun(_call(session, request), lambda _: handler(request))
+        result = await session.arun(_tool_call_of(session, request), lambda _: handler(request))
         return await handler(_answered(request, result)) if isinstance(result, _EarlyResult) else result
 
     def _session_of(self, messages: Sequence[AnyMessage]) -> ToolSession | None:
@@ -241,7 +241,7 @@ def _report(session: ToolSession, message: AnyMessage) -> None:
     elif isinstance(message, ToolMessage):
         session.returns(message.name or "", message.text)
     elif isinstance(message, AIMessage):
-        session.recalls(_calls(message))
+        session.recalls(_tool_calls_of(message))
 
 
 def _mark(message: AnyMessage) -> str:
@@ -249,7 +249,7 @@ def _mark(message: AnyMessage) -> str:
     return f"{message.type}:{message.id or hash(message.text)}"
 
 
-def _calls(message: AIMessage) -> list[ToolCall]:
+def _tool_calls_of(message: AIMessage) -> list[ToolCall]:
     return [ToolCall(call["name"], call["args"]) for call in message.tool_calls]
 
 
@@ -261,7 +261,7 @@ def _by_provider(message: AIMessage) -> list[ToolCall]:
     return [ToolCall(f"({kind})", {}) for kind in kinds if kind not in _SILENT]
 
 
-def _call(session: ToolSession, request: ToolCallRequest) -> ToolCall:
+def _tool_call_of(session: ToolSession, request: ToolCallRequest) -> ToolCall:
     """The call; that of an unknown tool if other middleware runs another tool than the one that was offered."""
     name = request.tool_call["name"]
     known = session.functions.get(name) is request.tool

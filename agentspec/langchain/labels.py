@@ -31,11 +31,11 @@ def labels_of_call(session: str | None, metadata: Mapping[str, Any] | None) -> L
     require_text(Labels(session))
     around = current_labels()
     run = {**_run_metadata(), **(metadata or {})}
-    session = session or around.session or _text(run.get("thread_id"))
+    session = session or around.session or _text_or_none(run.get("thread_id"))
     if around.step is not None:
         return Labels(session, around.workflow, around.step)
-    graph = _text(run.get(WORKFLOW_KEY) or run.get("lc_agent_name") or run.get("graph_id"))
-    return Labels(session, around.workflow or graph, _text(run.get("langgraph_node")))
+    graph = _text_or_none(run.get(WORKFLOW_KEY) or run.get("lc_agent_name") or run.get("graph_id"))
+    return Labels(session, around.workflow or graph, _text_or_none(run.get("langgraph_node")))
 
 
 def labels_of_agent(workflow: str | None, session: str | None, *, node: str | None = None) -> Labels:
@@ -46,9 +46,9 @@ def labels_of_agent(workflow: str | None, session: str | None, *, node: str | No
     `node` stands for another node of the agent than the one that runs.
     """
     around, run = current_labels(), _run_metadata()
-    session = session or around.session or _text(run.get("thread_id"))
-    node, agent = node or _text(run.get("langgraph_node")), _agent_name(run)
-    named = workflow or around.workflow or _text(run.get(WORKFLOW_KEY)) or agent
+    session = session or around.session or _text_or_none(run.get("thread_id"))
+    node, agent = node or _text_or_none(run.get("langgraph_node")), _agent_name(run)
+    named = workflow or around.workflow or _text_or_none(run.get(WORKFLOW_KEY)) or agent
     if around.step is not None:
         return Labels(session, workflow or around.workflow, around.step)
     return Labels(session, named, node if agent in (None, named) else agent)
@@ -58,7 +58,7 @@ def _agent_name(run: Mapping[str, Any]) -> str | None:
     """The agent's name, else the name of the node in which its graph runs, else of the deployed graph."""
     around = [node for node in _around(run) if ":" in node]  # a node's second graph has a number too
     standing = around[-1].partition(":")[0] if around else None
-    return _text(run.get("lc_agent_name")) or _text(standing) or _text(run.get("graph_id"))
+    return _text_or_none(run.get("lc_agent_name")) or _text_or_none(standing) or _text_or_none(run.get("graph_id"))
 
 
 def _run_metadata() -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _run_metadata() -> dict[str, Any]:
     return {"thread_id": thread, **config.get("metadata", {})}
 
 
-def _text(value: Any) -> str | None:
+def _text_or_none(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
 
 

@@ -24,7 +24,7 @@ from agentspec.protocol.tools import ToolCalls, whole_arguments
 from agentspec.types import Delta, TokenLogprob, Usage
 
 PROVIDER = "agentspec"
-BROKEN = '"{]"{] (not a whole call)'  # behind any text but JSON it is none, also for a parser that closes what is open
+BROKEN = '"{]"{] (not a whole call)'  # text that ends so is no JSON, also for a parser that closes open brackets
 _WHY = {
     "length": "the answer was cut off at max_tokens",
     "content_filter": "a content filter refused the answer",
@@ -133,7 +133,7 @@ def to_tool_choice(choice: dict[str, Any] | str | bool, names: Sequence[str]) ->
 
 def _converted(message: BaseMessage) -> list[dict[str, Any]]:
     """A message as one, or as several if it holds results of tools. Calls whose arguments are no JSON go as they came,
-    behind the others, as ChatOpenAI sends them: a result may answer them.
+    after the others, as ChatOpenAI sends them: a result may answer them.
     """
     converted = convert_to_openai_messages([_without_thoughts(message)])
     if isinstance(message, AIMessage) and (thoughts := _thoughts_in(message)):

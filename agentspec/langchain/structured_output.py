@@ -37,7 +37,7 @@ def json_parser(schema: Schema) -> Runnable[Any, Any]:
 
 
 def whole_only(parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
-    """`parser` behind a check that the answer was written to its end: LangChain's parsers complete what was cut off.
+    """`parser` after a check that the answer was written to its end: LangChain's parsers complete what was cut off.
 
     Raises `OutputParserException` for an answer that was cut off or refused before its call or its JSON had ended.
     """
