@@ -79,44 +79,29 @@ class RoundStats:
         metric("searches").labels("missed").inc(missed)
 
 
-class SearchOrder:
-    """Goes round: a round begins behind the last row that the round before has reached in its time."""
-
-    def __init__(self) -> None:
-        self._first = 0
-
-    def rows(self, count: int) -> list[int]:
-        """The rows 0 to `count` - 1 of this round, the first to be searched for first."""
-        first = self._first % count if count else 0
-        return [*range(first, count), *range(first)]
-
-    def reached(self, rows: Sequence[int], found: Sequence[bool]) -> None:
-        """Note whether anything was `found` for each of the `rows`, in the order of the search."""
-        last = max((place for place, something in enumerate(found) if something), default=0)
-        if last + 1 < len(rows):  # else all were reached
-            self._first = rows[last + 1]
-
-
 class RoundSearch:
-    """Searches for the rows of each round with one deadline for all of them, and counts the searches in `stats`."""
+    """Searches for the rows of each round with one deadline for all of them, and counts the searches in `stats`.
+
+    A round begins behind the last row that had time in the round before.
+    """
 
     def __init__(self, stats: RoundStats) -> None:
-        self._order = SearchOrder()
+        self._first = 0
         self._stats = stats
         self.late = False  # the last round had no time for all
 
     def search(self, jobs: Sequence[DraftJob | None], patience: float) -> list[Draft | None]:
         """What follows each row's text; None for a row without a job, and for one that had no time."""
-        rows = [row for row in self._order.rows(len(jobs)) if jobs[row] is not None]
+        asked = [(row, job) for row, job in enumerate(jobs) if job is not None]
+        first = self._first % max(1, len(asked))
+        asked = asked[first:] + asked[:first]
         found: list[Draft | None] = [None] * len(jobs)
-        self.late = False
-        if not rows:
-            return found
         until = perf_counter() + patience
-        drafts = propose_batch([job for row in rows if (job := jobs[row])], patience)
-        self.late = perf_counter() >= until
-        self._order.reached(rows, [len(draft.tokens) > 0 for draft in drafts])
-        for row, draft in zip(rows, drafts, strict=True):
+        drafts = propose_batch([job for _, job in asked], patience) if asked else []
+        self.late = bool(asked) and perf_counter() >= until
+        for (row, _), draft in zip(asked, drafts, strict=True):
             found[row] = None if self.late and not len(draft.tokens) else draft
-        self._stats.searched(len(rows), missed=sum(found[row] is None for row in rows))
+        done = sum(found[row] is not None for row, _ in asked)
+        self._first = first + done
+        self._stats.searched(len(asked), missed=len(asked) - done)
         return found

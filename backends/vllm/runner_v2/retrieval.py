@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -45,19 +45,7 @@ class Arrival(Protocol):
     def wait(self) -> None: ...
 
 
-class Task(NamedTuple):
-    """What the search's thread does once `tokens` have arrived."""
-
-    act: Callable[[], object]
-    tokens: Arrival | None = None
-
-    def ready(self) -> bool:
-        return self.tokens is None or self.tokens.arrived()
-
-    def do(self) -> None:
-        if self.tokens is not None:
-            self.tokens.wait()
-        self.act()
+_Task = tuple[Arrival | None, Callable[[], object]]
 
 
 class PassageRetriever(RecordingDrafter):
@@ -74,7 +62,7 @@ class PassageRetriever(RecordingDrafter):
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
         self.nothing: Rows = np.full(shape.rows * shape.width, NO_TOKEN, dtype=np.int32)
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
         self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
@@ -92,7 +80,7 @@ class PassageRetriever(RecordingDrafter):
 
     def after(self, tokens: Arrival | None, act: Callable[[], object]) -> None:
         """Have the search's thread do something once `tokens` have arrived and what it was given before is done."""
-        self._tasks.put(Task(act, tokens))
+        self._tasks.put((tokens, act))
 
     def advance(self, outputs: Iterable[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
         """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens, if a draft
@@ -143,11 +131,14 @@ class PassageRetriever(RecordingDrafter):
     def _work(self) -> None:
         task = self._tasks.get()
         while task is not None:
+            tokens, act = task
             with self._failures.caught():
-                task.do()
+                if tokens is not None:
+                    tokens.wait()
+                act()
             if more := not self._tasks.empty():
                 task = self._tasks.get()
-            if not more or task is None or not task.ready():
+            if not more or task is None or (task[0] is not None and not task[0].arrived()):
                 self._search()
             if not more:
                 task = self._tasks.get()

@@ -14,6 +14,32 @@ void keep_last(Items& items, std::size_t count) {
     if (items.size() > count) items.erase(items.begin(), items.end() - static_cast<std::ptrdiff_t>(count));
 }
 
+/// At most `count` paths of a draft tree, from the root to a leaf, that between them hold its likeliest nodes. Each path
+/// begins with the likeliest node that no path holds yet, after that node's ancestors, and goes on to the likeliest
+/// child: a tree lists its nodes by probability within each level, so that a first child is the likeliest.
+std::vector<std::vector<Token>> likeliest_paths(const DraftTree& tree, std::size_t count) {
+    const auto nodes = static_cast<Token>(tree.tokens.size());
+    std::vector<Token> first_child(tree.tokens.size(), kNoToken);
+    for (Token node = nodes; node-- > 0;) {
+        if (tree.parents[node] >= 0) first_child[tree.parents[node]] = node;
+    }
+    std::vector<bool> held(tree.tokens.size());
+    std::vector<std::vector<Token>> paths;
+    for (Token node = 0; node < nodes && paths.size() < count; ++node) {
+        if (held[node]) continue;
+        std::vector<Token> path;
+        for (Token above = node; above >= 0; above = tree.parents[above]) path.push_back(above);
+        std::ranges::reverse(path);
+        for (Token below = first_child[node]; below >= 0; below = first_child[below]) path.push_back(below);
+        for (Token& step : path) {
+            held[step] = true;
+            step = tree.tokens[step];
+        }
+        paths.push_back(std::move(path));
+    }
+    return paths;
+}
+
 }  // namespace
 
 Passages::Passages(std::span<const Token> text, const PassageShape& shape) : shape_(shape) {
@@ -62,29 +88,6 @@ void Passages::write(std::vector<Token>& out) const {
         std::ranges::copy_backward(known_, path);
         std::ranges::copy(paths_[row], path);
     }
-}
-
-std::vector<std::vector<Token>> likeliest_paths(const DraftTree& tree, std::size_t count) {
-    const auto nodes = static_cast<Token>(tree.tokens.size());
-    std::vector<Token> first_child(tree.tokens.size(), kNoToken);
-    for (Token node = nodes; node-- > 0;) {
-        if (tree.parents[node] >= 0) first_child[tree.parents[node]] = node;
-    }
-    std::vector<bool> held(tree.tokens.size());
-    std::vector<std::vector<Token>> paths;
-    for (Token node = 0; node < nodes && paths.size() < count; ++node) {
-        if (held[node]) continue;
-        std::vector<Token> path;
-        for (Token above = node; above >= 0; above = tree.parents[above]) path.push_back(above);
-        std::ranges::reverse(path);
-        for (Token below = first_child[node]; below >= 0; below = first_child[below]) path.push_back(below);
-        for (Token& step : path) {
-            held[step] = true;
-            step = tree.tokens[step];
-        }
-        paths.push_back(std::move(path));
-    }
-    return paths;
 }
 
 std::vector<Token> find_passages(std::span<const PassageJob> jobs, std::size_t nodes, Token vocabulary) {

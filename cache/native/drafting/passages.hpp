@@ -41,11 +41,6 @@ private:
     std::size_t followed_ = 0;  // tokens since `replace`
 };
 
-/// At most `count` paths of a draft tree, from the root to a leaf, that between them hold its likeliest nodes. Each path
-/// begins with the likeliest node that no path holds yet, after that node's ancestors, and goes on to the likeliest
-/// child: a tree lists its nodes by probability within each level, so that a first child is the likeliest.
-std::vector<std::vector<Token>> likeliest_paths(const DraftTree& tree, std::size_t count);
-
 /// A request's part in a search: its passages, and the continuation that goes before all others, if it is not empty.
 /// Without a drafter only that one is known.
 struct PassageJob {
