@@ -248,7 +248,7 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(
     assert recorded(cache) == [] and learn(runner, late) == len(ANSWER)
 
 
-@pytest.mark.parametrize("requests", [400, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [400, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_requests_leave_nothing_behind_in_memory(runner: Runner, late: Late, requests: int) -> None:
     """Salted or not, stored or not, in groups, preempted, aborted before their tokens arrive."""
     rng, kinds = random.Random(1), (RequestState, CacheRequest, PrivateCache, retrieval.PassageRequest)
