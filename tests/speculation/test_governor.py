@@ -19,7 +19,6 @@ from agentspec.speculation.governor import (
     MOST_STEPS,
     MOST_TENANTS,
     STALL,
-    Calibration,
     Governor,
     LatencyGoal,
     RequestStats,
@@ -209,16 +208,6 @@ def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[floa
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(estimates))
     for tokens in (1, 17, 49):
         assert model.seconds(tokens) == pytest.approx(curve[tokens - 1], rel=0.25)
-
-
-@pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
-def test_acceptance_is_calibrated_by_outcomes(truth: float) -> None:
-    rng, calibration = random.Random(1), Calibration()
-    for _ in range(400):
-        calibration.observe([0.6], [1], [rng.random() < truth])
-    assert calibration.corrected(0.6, 1) == pytest.approx(truth, abs=0.1)
-    assert calibration.corrected(0.6, 0) == 0.6  # another source
-    assert calibration.corrected(0.97, 1) == 0.97  # another range
 
 
 @pytest.mark.parametrize("claim", [0.9, 0.5])

@@ -76,12 +76,14 @@ def test_refused_messages_name_the_field(codec: TokenizerAdapter, messages: Any)
     assert caught.value.param == "messages"
 
 
-def test_the_prompt_is_whichever_was_given(codec: TokenizerAdapter) -> None:
+def test_a_prompt_is_read_from_ids_text_or_messages(codec: TokenizerAdapter) -> None:
     assert codec.prompt(GenerateRequest("m", token_ids=(1, 2))) == [1, 2]
     assert codec.prompt(GenerateRequest("m", text="ab")) == codec.encode("ab", special=True)
     assert codec.prompt(GenerateRequest("m", messages=[USER])) == codec.encode(codec.render([USER]))
+    slow = TokenizerAdapter(SlowTokenizer())
+    assert slow.encode("a", special=True) == [1, 97] and slow.decode([1, 97]) == "a"
     with pytest.raises(InvalidRequestError, match="no chat template: use completions"):
-        TokenizerAdapter(SlowTokenizer()).render([USER])
+        slow.render([USER])
 
 
 def test_truncation_in_the_tokenizers_file_is_ignored(lab: Any) -> None:
