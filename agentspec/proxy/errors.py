@@ -46,7 +46,7 @@ class ErrorResponse:
 
 def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
     """The response for `error`. For an unexpected error it has only the request id to look up in the log."""
-    known = _known(error, request_id)
+    known = _shown_error(error, request_id)
     if isinstance(known, UpstreamStatusError):
         retry = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}
         body = error_object(known.upstream_body, known.status, known.message)
@@ -55,12 +55,12 @@ def error_response(error: Exception, request_id: str = "") -> ErrorResponse:
     return ErrorResponse(known.status, _body(known), known.code or known.type, headers)
 
 
-def _known(error: Exception, request_id: str) -> AgentSpecError:
+def _shown_error(error: Exception, request_id: str) -> AgentSpecError:
     """`error`; or what clients get in its place, if it is unexpected, starlette's, or an upstream's refusal of a key
     that is not the client's.
     """
     if isinstance(error, HTTPException):
-        return _of_route(error)
+        return _route_error(error)
     if isinstance(error, UpstreamStatusError) and error.status in (401, 403):
         return error if getattr(error, "for_client", False) else refused_key("the upstream")
     if isinstance(error, AgentSpecError) and not isinstance(error, EngineError):
@@ -113,7 +113,7 @@ def _headers(error: Exception) -> dict[str, str]:
     return {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else {}
 
 
-def _of_route(error: HTTPException) -> AgentSpecError:
+def _route_error(error: HTTPException) -> AgentSpecError:
     """The error for an unknown route or a method that the route does not allow."""
     hint = "" if error.detail == HTTPStatus(error.status_code).phrase else f" {error.detail}"
     message, code = {

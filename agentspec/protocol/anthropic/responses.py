@@ -128,7 +128,7 @@ class MessagesWriter(ApiWriter):
         if self._open is None or self._open.call != index:
             if index < self._begun_calls:
                 if (piece.get("function") or {}).get("arguments"):
-                    raise UpstreamError("the upstream sent more of a tool call whose arguments were whole")
+                    raise UpstreamError("the upstream sent more of a tool call after its complete arguments")
                 return
             if index in self._waiting or (self._open is not None and self._is_incomplete(self._open.call)):
                 self._waiting.setdefault(index, []).append(piece)
@@ -143,7 +143,7 @@ class MessagesWriter(ApiWriter):
             if not isinstance(function.get("name"), str):
                 raise UpstreamError("the upstream sent a tool call without a name")
             self._begun_calls = index + 1
-            head = {"id": _id_of(piece), "name": self._called(function["name"]), "input": {}}
+            head = {"id": _id_of(piece), "name": self._client_name(function["name"]), "input": {}}
             yield from self._begin("tool_use", head, call=index)
         if arguments := function.get("arguments"):
             yield self._delta({"type": "input_json_delta", "partial_json": str(arguments)})
@@ -165,12 +165,12 @@ class MessagesWriter(ApiWriter):
     def _tool_use(self, call: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
         """A whole tool call, or the text of one that must not run."""
         function = call.get("function") or {}
-        name, arguments = self._called(function.get("name") or ""), function.get("arguments")
+        name, arguments = self._client_name(function.get("name") or ""), function.get("arguments")
         if (input := whole_arguments(arguments, finish)) is None:
             return {"type": "text", "text": f"{name} {arguments or ''}"}
         return {"type": "tool_use", "id": _id_of(call), "name": name, "input": input}
 
-    def _called(self, name: str) -> str:
+    def _client_name(self, name: str) -> str:
         """The client's name of the tool that is called `name` in the chat."""
         key = self.request.names.key(name)
         return key[-1] if key else name

@@ -251,7 +251,7 @@ class EventWriter(ApiWriter):
         call = self._calls.get(index)
         if call is None:
             yield from self._end_text()
-            call = self._called(str(piece.get("id") or new_id("call")), str(function.get("name") or ""))
+            call = self._call_item(str(piece.get("id") or new_id("call")), str(function.get("name") or ""))
             self._calls[index] = call
             yield from self._open(call)
         if arguments := function.get("arguments"):
@@ -261,7 +261,7 @@ class EventWriter(ApiWriter):
         """Whether it is a call that must not run."""
         return isinstance(item, CallItem) and whole_arguments(item.written, self._finish) is None
 
-    def _called(self, id: str, chat_name: str) -> CallItem:
+    def _call_item(self, id: str, chat_name: str) -> CallItem:
         """A call by the name that the tool has in the chat."""
         key = self.request.names.key(chat_name)
         if key is None:

@@ -108,10 +108,10 @@ class _MessageItem(_InputItem):
     def normal(self, name: str) -> Item:
         own = self.role == "assistant"
         parts = _parts(self.content, f"{name}.content", _TEXTS if own else _SAID)
-        return {"role": self.role, "content": [_written(one) for one in parts] if own else parts}
+        return {"role": self.role, "content": [_output_part(one) for one in parts] if own else parts}
 
 
-def _written(part: Item) -> Item:
+def _output_part(part: Item) -> Item:
     """A part of an earlier answer, as answers have it."""
     return part if part["type"] == "refusal" else {"type": "output_text", "text": part["text"], "annotations": []}
 
@@ -350,17 +350,17 @@ def allowed_tools(choice: Any, tools: Sequence[ClientTool]) -> tuple[str | Clien
     asked: Mapping[str, Any] = choice if isinstance(choice, dict) else {}
     kind = asked.get("type")
     if kind in KINDS:
-        return _named(asked, tools), [*tools]
+        return _chosen_tool(asked, tools), [*tools]
     mode, listed = (asked.get("mode", "auto"), asked.get("tools")) if kind == "allowed_tools" else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list):
         raise _wrong_choice(f"must be {', '.join(CHOICES)}, a function or custom tool by name, or allowed_tools")
     if any(not isinstance(one, dict) or one.get("type") not in KINDS for one in listed):
         raise _wrong_choice("may allow functions and custom tools only")
-    keys = {_named(one, tools).key for one in listed}
+    keys = {_chosen_tool(one, tools).key for one in listed}
     return mode, [tool for tool in tools if tool.key in keys]
 
 
-def _named(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
+def _chosen_tool(choice: Mapping[str, Any], tools: Sequence[ClientTool]) -> ClientTool:
     """The tool that `choice` names. Without `namespace`, which OpenAI's type lacks, the only one of its name."""
     kind, name, space = choice.get("type"), choice.get("name"), choice.get("namespace")
     alike = [tool for tool in tools if (tool.kind, tool.name) == (kind, name) and space in (None, tool.namespace)]

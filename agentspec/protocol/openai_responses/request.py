@@ -94,7 +94,7 @@ class Conversation:
         if item["type"] == "reasoning" and not _thoughts(item):
             return  # some clients send back that there were thoughts, but not which
         turn = self.messages[-1] if self.messages else {}
-        if turn.get("role") != "assistant" or _begins_anew(item["type"], turn):
+        if turn.get("role") != "assistant" or _begins_new_turn(item["type"], turn):
             turn = {"role": "assistant", "content": None}
             self._add(turn)
         if item["type"] == "message":
@@ -114,7 +114,7 @@ class Conversation:
         return self.messages
 
 
-def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
+def _begins_new_turn(kind: str, turn: dict[str, Any]) -> bool:
     """Whether an item of this kind cannot belong to the turn: a turn is thoughts, then text, then calls.
 
     What was written after a call does, since in a chat nothing may stand between a call and its result.

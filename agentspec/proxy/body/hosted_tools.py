@@ -21,13 +21,13 @@ _HOSTED = re.compile(
 def without_hosted_tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """The fields of a body without these, and the kinds of what is left out."""
     gone: list[Mapping[str, Any]] = []
-    left = {**fields, "tools": _others(fields.get("tools"), _is_hosted_tool, gone)}
+    left = {**fields, "tools": _without(fields.get("tools"), _is_hosted_tool, gone)}
     names = {str(one.get(name)) for one in gone for name in ("type", "name") if one.get(name)}
     if left.pop("web_search_options", None):
         gone.append({"type": "web_search_options"})
     for name in ("input", "messages"):
-        if isinstance(given := _others(fields.get(name), _is_of_hosted_call, gone), list):
-            left[name] = [one for one in (_inside(item, gone) for item in given) if one is not None]
+        if isinstance(given := _without(fields.get(name), _is_of_hosted_call, gone), list):
+            left[name] = [one for one in (_reduced(item, gone) for item in given) if one is not None]
     if not gone:
         return fields, []
     choice = fields.get("tool_choice")
@@ -48,7 +48,7 @@ def _is_of_hosted_call(kind: Any) -> bool:
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
-def _others(values: Any, hosted: Callable[[Any], bool], gone: list[Mapping[str, Any]]) -> Any:
+def _without(values: Any, hosted: Callable[[Any], bool], gone: list[Mapping[str, Any]]) -> Any:
     """`values`, if they are an array, without objects of hosted types, which are added to `gone`."""
     if not isinstance(values, list):
         return values
@@ -57,7 +57,7 @@ def _others(values: Any, hosted: Callable[[Any], bool], gone: list[Mapping[str, 
     return [one for one in values if one not in found] if found else values
 
 
-def _inside(item: Any, gone: list[Mapping[str, Any]]) -> Any:
+def _reduced(item: Any, gone: list[Mapping[str, Any]]) -> Any:
     """An item or a message without the hosted tools that it adds and the blocks of hosted calls; None if it is empty
     then.
     """
@@ -65,7 +65,7 @@ def _inside(item: Any, gone: list[Mapping[str, Any]]) -> Any:
         return item
     adds = item.get("type") == ADDITIONAL_TOOLS
     name = "tools" if adds else "content"
-    left = _others(item.get(name), _is_hosted_tool if adds else _is_of_hosted_call, gone)
+    left = _without(item.get(name), _is_hosted_tool if adds else _is_of_hosted_call, gone)
     if left is item.get(name):
         return item
     return {**item, name: left} if left else None
