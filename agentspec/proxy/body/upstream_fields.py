@@ -17,7 +17,6 @@ from starlette.types import Scope
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.errors import InvalidRequestError, suggestion
-from agentspec.protocol.validation import shown_name
 from agentspec.proxy.body import allowed_fields as allowed
 
 _HEAD = 256  # characters of a value that decide what it is
@@ -80,7 +79,7 @@ def check_query(scope: Scope) -> None:
         raise InvalidRequestError(f"the query must be at most {MAX_QUERY_BYTES} percent-encoded ASCII characters")
     for name, text in parse_qsl(query.decode(), keep_blank_values=True, errors="replace"):
         if name not in _NAMES or is_address(text):
-            shown = shown_name(name)
+            shown = _shown(name)
             raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
 
 
@@ -109,7 +108,7 @@ class UpstreamFields:
         """Raise `InvalidRequestError` for an argument of the chat template that is not allowed."""
         for name in arguments if isinstance(arguments, dict) else ():
             if name not in self._arguments:
-                param = f"chat_template_kwargs.{shown_name(str(name))}"
+                param = f"chat_template_kwargs.{_shown(str(name))}"
                 raise InvalidRequestError(
                     f"{param} is not among the template arguments that may be set (allow_fields of the backend)",
                     param=param,
@@ -182,7 +181,7 @@ def _text_of(value: Mapping[str, Any]) -> Set[str]:
 
 
 def _refused(path: str, hint: str = "") -> InvalidRequestError:
-    path = shown_name(path)
+    path = _shown(path)
     if path == "priority":
         why = "it would go before others' requests (priority of the backend lets clients stand back)"
     else:
@@ -192,4 +191,8 @@ def _refused(path: str, hint: str = "") -> InvalidRequestError:
 
 def _below(path: str, key: object) -> str:
     """The dotted path of a value in the one at `path`."""
-    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{shown_name(str(key))}".removeprefix(".")
+    return f"{path}[{key}]" if isinstance(key, int) else f"{path}.{_shown(str(key))}".removeprefix(".")
+
+
+def _shown(name: object) -> str:
+    return str(name)[:80].encode("ascii", "replace").decode()
