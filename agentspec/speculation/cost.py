@@ -136,10 +136,8 @@ class CostModel:
         self._per_sequence = 0.0
         self._speed = 1.0
         self._wait = FIRST_TRIAL
-        self._plain, self._alike = (
-            True,
-            0,
-        )  # whether the last forward had one token for each sequence, and how many alike
+        self._plain = True  # whether the last forward had one token for each sequence
+        self._alike = 0  # such forwards, or others, in a row
         self.calibrate([(1, 0, GUESS_SECONDS)])
         self._measured = False
 
