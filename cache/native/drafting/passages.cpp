@@ -14,9 +14,9 @@ void keep_last(Items& items, std::size_t count) {
     if (items.size() > count) items.erase(items.begin(), items.end() - static_cast<std::ptrdiff_t>(count));
 }
 
-/// At most `count` paths of a draft tree, from the root to a leaf, that between them hold its likeliest nodes. Each path
-/// begins with the likeliest node that no path holds yet, after that node's ancestors, and goes on to the likeliest
-/// child: a tree lists its nodes by probability within each level, so that a first child is the likeliest.
+/// At most `count` paths of a draft tree, from the root to a leaf, that between them hold its likeliest nodes. Each
+/// path begins with the likeliest node that no path holds yet, after that node's ancestors, and goes on to the
+/// likeliest child: a tree lists its nodes by probability within each level, so that a first child is the likeliest.
 std::vector<std::vector<Token>> likeliest_paths(const DraftTree& tree, std::size_t count) {
     const auto nodes = static_cast<Token>(tree.tokens.size());
     std::vector<Token> first_child(tree.tokens.size(), kNoToken);

@@ -50,8 +50,8 @@ struct PassageJob {
     std::vector<Token> first;
 };
 
-/// Search for what follows each text, in trees of at most `nodes` nodes, and replace its passages. Returns those of all,
-/// one after the other. Throws as `draft_batch`, before any passage is changed.
+/// Search for what follows each text, in trees of at most `nodes` nodes, and replace its passages. Returns those of
+/// all, one after the other. Throws as `draft_batch`, before any passage is changed.
 std::vector<Token> find_passages(std::span<const PassageJob> jobs, std::size_t nodes, Token vocabulary);
 
 }  // namespace agentspec
