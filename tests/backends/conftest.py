@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 import pytest
 
 from agentspec.backends.engine_plugin import cache_router, drafter  # what an engine opens by its own configuration
+from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
 from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.cache import SuffixCache
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.types import Namespace
 
 KEPT = (".py", ".cpp", ".h")
@@ -29,6 +32,13 @@ Unpack = Callable[[str, str], Path]
 def opening(cache: SuffixCache, namespace: Callable[[str], Namespace] = Namespace, **salts: str) -> Any:
     """Opens requests on `cache`, in the namespace that their salt names, as a plug-in opens them."""
     return cache_router.CacheRouter(cache, DrafterSettings(salts=salts), namespace, None).open
+
+
+def followed_requests() -> Counter[str]:
+    """The objects of requests in this process, also those that earlier tests have left."""
+    kinds = (RequestState, CacheRequest, PrivateCache)
+    gc.collect()
+    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
 
 
 def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[list[int]]:

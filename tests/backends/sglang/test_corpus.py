@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.backends.engine_plugin.request_state import PREDICTION, PrivateCache, RequestState
+from agentspec.backends.engine_plugin.request_state import PREDICTION
 from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
-from agentspec.cache import CacheRequest, SuffixCache
+from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.types import Labels
-from tests.backends.conftest import stored
+from tests.backends.conftest import followed_requests, stored
 from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Scheduler, parents_of, verified
 
 TEXT = list(range(100, 160))
@@ -190,7 +190,7 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(corpora: Corpora,
 @pytest.mark.parametrize("requests", [1000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_requests_leave_nothing_behind_in_memory(corpora: Corpora, requests: int) -> None:
     """Salted or not, in groups, finished, aborted, and gone without a word."""
-    corpus, rng, kinds = corpora(), random.Random(1), (RequestState, CacheRequest, PrivateCache)
+    corpus, rng, before = corpora(), random.Random(1), followed_requests()
     for number in range(requests):
         params = custom(agentspec_group=f"g{number // 4}", agentspec_store=rng.choice(["on", "off", "off"]))
         salt = rng.choice([None, "pepper", "x"])
@@ -210,9 +210,7 @@ def test_requests_leave_nothing_behind_in_memory(corpora: Corpora, requests: int
     corpus.erase_match_state([])
     corpus.reset()
     assert corpus.flush(60.0)
-    gc.collect()
-    left = [type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds)]
-    assert len(left) <= 1, left
+    assert (followed_requests() - before).total() <= 1
 
 
 def test_external_texts_serve_everyone(corpora: Corpora) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +17,12 @@ from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin import drafter
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
-from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
 from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
-from agentspec.cache import CacheRequest, SuffixCache
+from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
-from tests.backends.conftest import opening, stored
+from tests.backends.conftest import followed_requests, opening, stored
 
 MOST, MAX_LENGTH, EOS = 6, 200, 999
 TEXT = np.arange(100, 160, dtype=np.int32)
@@ -323,7 +320,7 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(runner: Runner, b
 @pytest.mark.parametrize("requests", [1500, pytest.param(100_000, marks=pytest.mark.long)])
 def test_requests_leave_nothing_behind_in_memory(runner: Runner, bench: Bench, requests: int) -> None:
     """Of any kind: stored or not, salted, aborted, in groups, with stop strings, of adapters."""
-    rng, kinds = random.Random(1), (RequestState, CacheRequest, PrivateCache)
+    rng, before = random.Random(1), followed_requests()
     for number in range(requests):
         name = f"{number % 3}_{number // 3}"
         extra = {"agentspec_store": rng.choice(["on", "off", "off"]), "agentspec_share": rng.choice(["on", "off"])}
@@ -343,9 +340,7 @@ def test_requests_leave_nothing_behind_in_memory(runner: Runner, bench: Bench, r
         runner.finish(name)
     runner.proposer.propose(MOST, bench.server, [])
     assert bench.drafter.flush(60.0)
-    gc.collect()
-    left = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
-    assert sum(left.values()) <= 1, left
+    assert (followed_requests() - before).total() <= 1
     assert REGISTRY.get_sample_value("agentspec_drafter_queued_tokens") == 0
     assert bench.cache.stats().memory_bytes <= 512 << 20
 
