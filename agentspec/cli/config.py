@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -135,9 +134,7 @@ def _read_secrets(settings: Settings) -> None:
     from agentspec.reasoning.settings import RemoteSettings
     from agentspec.settings.server import read_keys
 
-    folder = settings.cache.location()
-    if isinstance(folder, Path) and folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"cache.path {str(folder)!r} cannot be written to: make it writable, or name another")
+    settings.cache.location()
     read_keys(settings.server.api_keys)
     settings.server.read_secret()
     for reached in (*settings.backends.values(), *settings.knowledge.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,7 @@ class SequenceStore(SequenceReader):
         self.name, self.folder = database.name, database.folder
         self.disk_limit, self._tenant_limit = disk_bytes, tenant_disk_bytes
         self._measured_until = 0.0  # tenants are not measured before
+        self._enforcing = threading.Lock()  # two threads that measured the same excess would each delete it
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
         self.erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
@@ -239,13 +241,20 @@ class SequenceStore(SequenceReader):
 
     def enforce_budget(self) -> None:
         """If this process is the writer, delete sequences until the budgets hold. Raises `DBAPIError`."""
-        if not self.database.is_writer:
+        if self.database.is_writer:
+            with self._enforcing:
+                self._enforce_tenants()
+                self._enforce_size()
+
+    def _enforce_tenants(self) -> None:
+        if self._tenant_limit is None or time.monotonic() < self._measured_until:
             return
-        if self._tenant_limit is not None and time.monotonic() >= self._measured_until:
-            begun = time.monotonic()
-            self._enforce_shares(self._tenant_limit)
-            now = time.monotonic()
-            self._measured_until = now + _SHARE * (now - begun)
+        begun = time.monotonic()
+        self._enforce_shares(self._tenant_limit)
+        now = time.monotonic()
+        self._measured_until = now + _SHARE * (now - begun)
+
+    def _enforce_size(self) -> None:
         # Only the writer makes segments, so that there are no more of them than it knows.
         if self.disk_limit is None or self.database.disk_bytes() + self.segments.known_bytes() <= self.disk_limit:
             return
