@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = (".py", ".pyi", ".html", ".css", ".js", ".svg")
 LINKED = ("backends", "benchmarks", "cache", "reasoning")
 
 
@@ -38,10 +39,10 @@ def sdist(archives: Path) -> dict[str, tarfile.TarInfo]:
 
 
 def sources() -> set[str]:
-    """Every Python file of the package as it is imported, and the typing files."""
+    """Every Python file of the package as it is imported, the typing files, and the files of the gateway's page."""
     package = ROOT / "agentspec"
-    found = [path for folder in (package, *(package / name for name in LINKED)) for path in folder.rglob("*.py*")]
-    wanted = {str(path.relative_to(ROOT)) for path in found if path.suffix in (".py", ".pyi")}
+    found = [path for folder in (package, *(package / name for name in LINKED)) for path in folder.rglob("*.*")]
+    wanted = {str(path.relative_to(ROOT)) for path in found if path.suffix in KINDS}
     return wanted | {"agentspec/py.typed"}
 
 

@@ -33,7 +33,7 @@ EVENT_STREAM = [
 ]
 _MESSAGES = "/v1/messages/"
 _LIMITS = (b"x-ratelimit-", b"anthropic-ratelimit-")
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/metrics", "/ui")
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class RequestAnswer:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             metrics.speculation(self.model, done, failed)
         level = logging.WARNING if self.outcome == "server_error" else logging.INFO
-        logger.log(logging.DEBUG if self.route in _QUIET else level, "request", **self._log_fields())
+        logger.log(logging.DEBUG if self.route.startswith(_QUIET) else level, "request", **self._log_fields())
 
     def _log_fields(self) -> dict[str, Any]:
         usage = self.usage

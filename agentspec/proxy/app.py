@@ -36,6 +36,7 @@ from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
 from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.routes.pages import Pages
 from agentspec.proxy.routes.tokenization import CountTokensEndpoint, TokenizationEndpoint
+from agentspec.proxy.ui.routes import page_files, page_routes
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 
@@ -68,6 +69,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         several_tenants=len(server.tenant_names) > 1,
     )
     routes = [*_generating(settings, services), *_describing(pages), _stored(services)]
+    if server.ui:
+        routes += page_routes(services, pages)
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime)
@@ -81,6 +84,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         metrics=pages.registry,
         loading=loading,
         budget=budget,
+        public=frozenset(page_files()) if server.ui else frozenset(),
     )
 
 

@@ -61,6 +61,8 @@ class GatewayMiddleware:
     metrics: Metrics
     loading: Loading
     budget: BodyBudget
+    public: frozenset[str] = frozenset()
+    """Paths whose answers are the same for all, so that they need no key."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,8 +80,9 @@ class GatewayMiddleware:
 
     async def _handle(self, answer: RequestAnswer, headers: Headers, scope: Scope, receive: Receive) -> None:
         try:
-            is_open = scope["path"] in OPEN_ROUTES
-            self.hosts.check(scope, any_host=is_open)
+            path = scope["path"]
+            self.hosts.check(scope, any_host=path in OPEN_ROUTES)
+            is_open = path in OPEN_ROUTES or path in self.public
             answer.key = (self.authenticator.find if is_open else self.authenticator.identify)(headers)
             await self.routes(scope, receive, answer.send)
         except ClientDisconnect:

@@ -115,6 +115,8 @@ class ServerSettings(SettingsModel):
     request_timeout: float = Field(default=600.0, gt=0, description="Seconds a request may take before 504")
     drain_timeout: float = Field(default=30.0, ge=0, description="Seconds running requests get after SIGTERM")
 
+    ui: bool = Field(default=True, description="Show the page /ui, whose data needs a key as all other routes do")
+
     # Bodies.
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
