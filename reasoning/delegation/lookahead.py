@@ -12,7 +12,7 @@ from agentspec.reasoning.delegation.model_role import Context, StepLimits, messa
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import LookaheadSettings
-from agentspec.reasoning.speculative_task import cancel_tasks, task_result
+from agentspec.reasoning.tasks import cancel_tasks, task_result
 
 # The wording of the paper's program (lr.py), for a judge that sees the two steps alone.
 QUESTION = """\
@@ -79,7 +79,7 @@ class DraftChain:
                 step = await self.thinking.draft(small, limits)
                 self._drafted_tokens += step.tokens
                 await small.extend(step.text, step.token_ids)
-                await base.extend(step.text)
+                await base.extend(step.text, step.token_ids, step.author)
                 cut = step.ending != "boundary"
                 self._write(base, self.thinking.limits("base", pending=self._pending, within=cut))
                 self.drafts.put_nowait(step)

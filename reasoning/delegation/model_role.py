@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,8 @@ class TokenContext:
     """A context of token ids. Text of other models is encoded piece by piece and appended: earlier ids never change.
 
     `turn` is the template's text around a question: before it, and from it to the start of the answer. `asked` holds
-    the ids of the model's questions, and forks share the ids of steps: a server tokenizes each once.
+    the ids of the model's questions, and forks share the ids of steps: a server tokenizes each once. `alike` holds for
+    each author the ids that both models use for the same text: steps of such ids need not be tokenized.
     """
 
     base: GenerateRequest
@@ -56,6 +58,7 @@ class TokenContext:
     turn: tuple[str, str]
     token_ids: list[int]
     asked: dict[str, Sequence[int]]
+    alike: defaultdict[str, set[int]]
     length: int | None = None  # of the model's context
     _steps: dict[str, Sequence[int]] = field(default_factory=dict)
 
@@ -64,9 +67,15 @@ class TokenContext:
         """Tokens that still fit into the model's context; None if unknown."""
         return None if self.length is None else self.length - len(self.token_ids)
 
-    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Append `text`; `token_ids` are its ids in this model, if they are known."""
-        self.token_ids.extend(token_ids or (await self._encode(escape_markers(text), self._steps) if text else ()))
+    async def extend(self, text: str, token_ids: Sequence[int] = (), author: str | None = None) -> None:
+        """Append `text`; `token_ids` are its ids, if they are known, in this model or in that of another `author`."""
+        known = author is None or (escape_markers(text) == text and self.alike[author].issuperset(token_ids))
+        ids = token_ids if known else ()
+        if text and not ids:
+            ids = await self._encode(escape_markers(text), self._steps)
+            if author is not None and list(ids) == list(token_ids):
+                self.alike[author].update(ids)
+        self.token_ids.extend(ids)
 
     def fork(self) -> TokenContext:
         """A copy of this context that can be extended independently; copies are cheap."""
@@ -96,7 +105,7 @@ class MessageContext:
     text: str
     room: int | None = None
 
-    async def extend(self, text: str, token_ids: Sequence[int] = ()) -> None:
+    async def extend(self, text: str, token_ids: Sequence[int] = (), author: str | None = None) -> None:
         self.text += escape_markers(text, self.text)
 
     def fork(self) -> MessageContext:
@@ -153,6 +162,7 @@ class ModelRole:
     keeps_thinking: bool | None = None
     _turn: tuple[str, str] | None = field(default=None, init=False)
     _asked: dict[str, Sequence[int]] = field(default_factory=dict, init=False)
+    _alike: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set), init=False)
     _last_tokens: dict[int, str] = field(default_factory=dict, init=False)  # texts of the tokens that ended steps
     _names_stops: bool = field(default=False, init=False)
 
@@ -194,7 +204,7 @@ class ModelRole:
             prompt += think_start
         turn, ids = await self.turn_markup(think_start), await tokenization.tokenize(prompt)
         length = self.backend.capabilities.context_length
-        return TokenContext(_bare(base), tokenization, turn, ids, self._asked, length)
+        return TokenContext(_bare(base), tokenization, turn, ids, self._asked, self._alike, length)
 
     async def turn_markup(self, think_start: str) -> tuple[str, str]:
         """The text between an open answer, a question and the next answer, found by rendering the template."""

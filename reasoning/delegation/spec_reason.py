@@ -9,7 +9,7 @@ from agentspec.reasoning.delegation.model_role import Context, StepLimits
 from agentspec.reasoning.delegation.steps import Step
 from agentspec.reasoning.delegation.thinking import Thinking
 from agentspec.reasoning.settings import SpecReasonSettings
-from agentspec.reasoning.speculative_task import cancel_tasks, task_result
+from agentspec.reasoning.tasks import cancel_tasks, task_result
 
 # The wording of the paper's program (spec_reason.py): scores depend on it, and with it the threshold.
 QUESTION = """\
@@ -72,7 +72,7 @@ async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) 
 async def judged(thinking: Thinking, step: Step, settings: SpecReasonSettings) -> str:
     """The judge's word on `step` as the next step of the thinking. Raises what the judge's backend raises."""
     judge, context = thinking.roles["judge"], thinking.context("judge").fork()
-    await context.extend(step.text, step.token_ids if judge is thinking.roles[step.author] else ())
+    await context.extend(step.text, step.token_ids, None if judge is thinking.roles[step.author] else step.author)
     prefill = settings.think_start.strip() + PREFILL  # the published answer opens a thinking, too
     return await judge.first_token(
         await context.asking(QUESTION, prefill), settings.call_timeout, thinking.spend("judge")

@@ -15,7 +15,7 @@ from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend,
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
 from agentspec.reasoning.delegation.trace import Trace
 from agentspec.reasoning.settings import DelegationSettings
-from agentspec.reasoning.speculative_task import cancel_tasks
+from agentspec.reasoning.tasks import cancel_tasks
 from agentspec.text import partial_end
 from agentspec.types import GenerateRequest, Message, SamplingParams
 
@@ -214,7 +214,7 @@ class Thinking:
         for role, context in list(self._contexts.items()):
             if role not in self.failed:
                 async with self.degrading(role):
-                    await context.extend(step.text, step.token_ids if role == step.author else ())
+                    await context.extend(step.text, step.token_ids, None if role == step.author else step.author)
         if step.author == "small" and not (self.proposed and self.proposed[-1] is step):
             self.proposed.append(step)  # it was written without being judged
         self.steps.append(step)

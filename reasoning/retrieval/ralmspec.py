@@ -25,7 +25,7 @@ from agentspec.reasoning.retrieval.knowledge.base import (
     SearchResult,
 )
 from agentspec.reasoning.retrieval.rounds import AnswerWriter, PartialAnswer, RoundGenerator
-from agentspec.reasoning.speculative_task import cancel_tasks
+from agentspec.reasoning.tasks import cancel_tasks
 from agentspec.speculation.stride import MOST, StrideGovernor, StrideMeasurements
 from agentspec.types import Delta, GenerateRequest
 

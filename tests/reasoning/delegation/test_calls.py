@@ -114,6 +114,37 @@ def test_the_question_is_tokenized_once_for_all_answers() -> None:
     assert not any(PUBLISHED in text for text in base.texts[before:])
 
 
+@pytest.mark.parametrize("score", ["9", "1"])
+def test_a_pair_with_one_vocabulary_tokenizes_no_step_of_known_words(score: str) -> None:
+    """Neither a kept step nor a rejected one, for either model, once both were seen to use the same ids."""
+    base = Counting(numbered("base", 9), score=lambda step: score)
+    small = Counting(numbered("small", 9))
+    small._ids, small._words = base._ids, base._words
+    backend = delegating(SPECREASON, base=base, small=small)
+    anyio.run(thought, backend)
+    learned = base.counts["tokenize"], small.counts["tokenize"]
+    assert len(anyio.run(thought, backend).steps) == 9
+    assert (base.counts["tokenize"] - learned[0], small.counts["tokenize"] - learned[1]) == (2, 1)  # problem, end
+
+
+WORDS = (" a", " b", " c", " d")
+
+
+@given(st.permutations(WORDS), st.lists(st.lists(st.sampled_from(WORDS), min_size=1), max_size=9))
+def test_ids_of_another_vocabulary_never_change_the_text(order: list[str], steps: list[list[str]]) -> None:
+    """Both models read every step as its author wrote it, though their vocabularies share only some ids."""
+
+    def step(thinking: str) -> str:
+        texts = ["".join(words) + "\n\n" for words in steps]
+        return (*texts, " boxed\n\n")[thinking.count("\n\n")]
+
+    base, small = ThinkingModel(step, score=lambda text: str(len(text) % 3 * 4)), ThinkingModel(step)
+    for model, words in ((base, WORDS), (small, order)):
+        model.encode("".join(words))
+    found = thinks(SPECREASON, base=base, small=small)
+    assert found.text in base.prompt_text(base.requests[-1])
+
+
 PUBLISHED = (
     "Evaluate the last reasoning step solely based on factual correctness and logical validity. Ignore style, phrasing,"
     " or overall usefulness\u2014only judge whether the step is objectively correct and logically follows from prior"

@@ -1,4 +1,4 @@
-"""Waiting for tasks that were started before their results are known to be needed, and cancelling them."""
+"""Waits for tasks that were started before it is known whether their results are needed, and cancels them."""
 
 from __future__ import annotations
 
