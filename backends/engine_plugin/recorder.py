@@ -29,12 +29,13 @@ _Asked = tuple[Callable[..., None], tuple[object, ...], int]
 
 
 class OutputUpdate(NamedTuple):
-    """The new tokens of an output, and how many tokens of its last draft were drafted and accepted."""
+    """The new tokens of an output, and how many tokens of its last draft, and from where, were drafted and accepted."""
 
     state: RequestState
     tokens: Tokens
     drafted: int
     accepted: int
+    source: str
 
 
 class CacheRecorder:
@@ -146,9 +147,9 @@ class CacheRecorder:
 
     def _extend(self, updates: Sequence[OutputUpdate]) -> None:
         counts: Counter[tuple[str, str, str]] = Counter()
-        for state, tokens, drafted, accepted in updates:
-            counts["draft_tokens", state.source, state.tenant] += drafted
-            counts["accepted_tokens", state.source, state.tenant] += accepted
+        for state, tokens, drafted, accepted, source in updates:
+            counts["draft_tokens", source, state.tenant] += drafted
+            counts["accepted_tokens", source, state.tenant] += accepted
             cache = state.cache
             if cache is None:
                 continue

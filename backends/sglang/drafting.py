@@ -22,7 +22,7 @@ class TreeDrafter(ServerDrafter):
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
         """Record further tokens of the request's output, which are final."""
-        self._recorder.extend([OutputUpdate(state, fresh, 0, 0)])
+        self._recorder.extend([OutputUpdate(state, fresh, 0, 0, state.source)])
 
     def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
         return super()._update(state, fresh)._replace(tokens=EMPTY)

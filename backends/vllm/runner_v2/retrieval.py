@@ -92,7 +92,8 @@ class PassageRetriever(RecordingDrafter):
                 continue
             count = drafted if request.drafted and request.state.drafts else 0
             accepted = len(fresh) - 1 if count else 0
-            updates.append(OutputUpdate(request.state, request.state.advance(fresh), count, accepted))
+            state = request.state
+            updates.append(OutputUpdate(state, state.advance(fresh), count, accepted, state.source))
             request.drafted = True
             request.text.advance(fresh)
             if request.text.left < self._shape.least:
@@ -174,6 +175,7 @@ class PassageRetriever(RecordingDrafter):
 
     def _job(self, request: PassageRequest) -> PassageJob:
         predicted, cache = request.state.from_prediction(self._shape.ahead), request.state.cache
+        request.state.source = "prediction" if predicted else "cache"
         if cache is None:  # not open, or failed
             return request.text, None, (), predicted
         return request.text, cache.drafter, request.state.indexes, predicted

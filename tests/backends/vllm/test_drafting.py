@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin import drafter as drafting
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
@@ -35,6 +36,11 @@ def answer(
     return chains
 
 
+def drafted(source: str) -> float:
+    labels = {"source": source, "tenant": "private"}
+    return REGISTRY.get_sample_value("agentspec_drafter_draft_tokens_total", labels) or 0.0
+
+
 def test_a_second_answer_is_drafted_from_the_first(drafter: ServerDrafter, cache: SuffixCache) -> None:
     answer(drafter, tokens(1, 2, 3), TEXT)
     chains = answer(drafter, tokens(4, 5, 3), TEXT)
@@ -46,8 +52,11 @@ def test_a_second_answer_is_drafted_from_the_first(drafter: ServerDrafter, cache
 
 def test_a_prediction_is_drafted_from_before_everything_else(drafter: ServerDrafter) -> None:
     answer(drafter, tokens(1, 2, 3), np.concatenate((TEXT[:3], TEXT[20:])))
+    before = [drafted(source) for source in ("prediction", "cache")]
     chains = answer(drafter, tokens(4, 5, 3), TEXT, prediction=TEXT)
     assert chains[0] == TEXT[1:9].tolist() and len(chains) <= len(TEXT) / 8 + 1
+    counts = [drafted(source) for source in ("prediction", "cache")]
+    assert counts == [before[0] + sum(map(len, chains)), before[1]]
     edited = np.concatenate((TEXT[:20], tokens(7, 8), TEXT[20:]))
     chains = answer(drafter, tokens(9, 5, 3), edited, prediction=TEXT[:40])
     assert len(chains) < len(edited) / 3
@@ -73,7 +82,8 @@ def test_every_row_is_served_in_the_next_round_where_one_has_no_time(
 ) -> None:
     """What was known stays: rows go on in it, and what a row has left is not lost to a search that is cut off."""
     drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, chains=chains)
-    answer(drafter, tokens(1, 2, 3), TEXT)
+    for _ in range(6):  # a large batch drafts what is likely
+        answer(drafter, tokens(1, 2, 3), TEXT)
     monkeypatch.setattr(drafting, "PATIENCE", 0.0)
     clients = [Client(drafter, tokens(4, 5, row % VOCABULARY)) for row in range(requests)]
     drafter.flush()
@@ -163,4 +173,30 @@ def test_a_draft_ends_where_it_is_unlikely_to_be_accepted(cache: SuffixCache, pa
     client = Client(drafter, tokens(1))
     drafter.flush()
     assert drafter.propose([client.turn(tokens(7), 8)])[0].tokens == [8]
+    drafter.close()
+
+
+@pytest.mark.parametrize(("requests", "noise"), [(1, 8.0), (64, 0.6), (128, 0.2)])
+def test_a_large_batch_verifies_likely_tokens_only(
+    cache: SuffixCache, patient: None, requests: int, noise: float
+) -> None:
+    """Of texts that go on in no order a batch of 64 verifies hardly more than none: half a token a row of 8."""
+    drafter, rng = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, chains=True), np.random
+    for _ in range(6):
+        answer(drafter, tokens(1, 2, 3), TEXT)
+    clients = [Client(drafter, rng.default_rng(row).integers(0, 9, 300, dtype=np.int32)) for row in range(requests)]
+    drafter.flush()
+
+    def verified(fresh: Callable[[int, int], Tokens]) -> float:
+        """Tokens of a row in a round."""
+        count = 0
+        for at in range(0, 27, 3):
+            turns = [client.turn(fresh(row, at), 8) for row, client in enumerate(clients)]
+            count += sum(len(tree.tokens) for tree in drafter.propose(turns))
+            drafter.flush()
+        return count / requests / 9
+
+    random = verified(lambda row, at: rng.default_rng([row, at]).integers(0, 9, 6, dtype=np.int32))
+    assert 0.9 * noise * (requests == 1) < random < noise
+    assert verified(lambda row, at: TEXT[at : at + 3]) > 4
     drafter.close()
