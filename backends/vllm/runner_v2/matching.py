@@ -98,6 +98,9 @@ def _read_own(own: Tensor, lengths: Tensor, place: Tensor, count: int) -> Tensor
 class MatchConfidence:
     """How often a drafted token is right after a match of each length, learned and read on the device. A token that was
     right makes the match before the next one longer.
+
+    The token that comes after the verified ones is compared with the draft, too: what is verified no more because it
+    seemed unlikely is learned from as long as it is drafted.
     """
 
     def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
@@ -105,19 +108,23 @@ class MatchConfidence:
         self._assumed = lengths / (lengths + 1.0)
         self._right = torch.zeros(DEPTH + 1, device=device)
         self._tried = torch.zeros_like(self._right)
-        self._last = torch.zeros(requests, dtype=torch.int64, device=device)  # matches before the last drafts
+        self._drafts = torch.zeros((requests, tokens), dtype=torch.int64, device=device)  # the last of each request
+        self._match, self._lengths = torch.zeros((2, requests), dtype=torch.int64, device=device)  # before these
         self._steps = torch.arange(tokens, device=device)
 
-    def observe(self, rows: Tensor, sampled: Tensor, rejected: Tensor) -> None:
-        """Of the requests in `rows` so many tokens were `sampled`, and so many `rejected` of their last drafts."""
-        last, accepted = self._last.index_select(0, rows)[:, None], sampled[:, None].long() - 1
-        known = (last > 0) & (self._steps <= accepted) & (self._steps < accepted + rejected[:, None])
-        places = (last + self._steps).clamp(max=DEPTH).flatten()
-        for kept, new in ((self._tried, known), (self._right, known & (self._steps < accepted))):
+    def observe(self, rows: Tensor, lengths: Tensor, sampled: Tensor, newest: Tensor) -> None:
+        """Of the requests in `rows`, with texts of `lengths` now, so many tokens were `sampled`, the `newest` last."""
+        match, accepted = self._match.index_select(0, rows), sampled[:, None].long() - 1
+        same = self._lengths.index_select(0, rows) == lengths - sampled  # else these were another request's
+        known = (same & (match > 0))[:, None] & (self._steps <= accepted)
+        equal = self._drafts.index_select(0, rows) == newest[:, None]
+        places = (match[:, None] + self._steps).clamp(max=DEPTH).flatten()
+        for kept, new in ((self._tried, known), (self._right, known & ((self._steps < accepted) | equal))):
             kept.mul_(_FADE).index_add_(0, places, new.flatten().float())
 
-    def of(self, rows: Tensor, match: Tensor) -> Tensor:
+    def of(self, rows: Tensor, lengths: Tensor, match: Tensor, drafts: Tensor) -> Tensor:
         """The probability of each drafted token (requests, tokens) after a `match` if those before it are right."""
-        self._last.index_copy_(0, rows, match)
+        for kept, new in ((self._match, match), (self._lengths, lengths), (self._drafts, drafts)):
+            kept.index_copy_(0, rows, new.long())
         rates = (self._right + _PRIOR * self._assumed) / (self._tried + _PRIOR)
         return rates[(match[:, None] + self._steps).clamp(max=DEPTH)] * (match > 0)[:, None]

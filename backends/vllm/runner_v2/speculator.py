@@ -125,7 +125,6 @@ class PassageSpeculator:
         last_hidden_states: Any,
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
-        num_rejected: Any = None,
         *_: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
@@ -139,7 +138,7 @@ class PassageSpeculator:
         if dummy_run:
             return drafts
         if self._retriever is not None:
-            self._draft(self._retriever, input_batch, num_sampled, num_rejected, drafts, count)
+            self._draft(self._retriever, input_batch, num_sampled, drafts, count)
         if self.enable_adaptive_verification:
             shared_by_ranks(self.draft_token_confidence_probs)
         return shared_by_ranks(drafts)
@@ -154,7 +153,6 @@ class PassageSpeculator:
         retriever: PassageRetriever,
         batch: Any,
         sampled: torch.Tensor,
-        rejected: Any,
         drafts: torch.Tensor,
         count: int,
     ) -> None:
@@ -170,8 +168,9 @@ class PassageSpeculator:
             if self.enable_adaptive_verification:
                 if silent:
                     match[silent] = 0
-                self._confidence.observe(rows.long(), sampled, rejected)
-                self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(rows.long(), match)
+                texts = rows.long(), lengths.index_select(0, rows)
+                self._confidence.observe(*texts, sampled, ends[:, -1])
+                self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(*texts, match, drafts)
         except Exception as error:
             self._failures.report(error)
             self.draft_token_confidence_probs.zero_()

@@ -66,6 +66,22 @@ def test_adaptive_verification_gets_the_confidence_in_each_token(runner: Runner,
     runner.run()
 
 
+def test_what_is_not_verified_any_more_may_become_likely_again(runner: Runner, late: Late) -> None:
+    runner.speculator.enable_adaptive_verification = True
+    confidence, runs = runner.speculator.draft_token_confidence_probs, np.random.default_rng(0).integers(0, 30, (9, 25))
+    runner.begin("noise", [900], runs.flatten().tolist())
+    while len(runner.outputs["noise"]) < runs.size:
+        runner.step()
+    unlikely = float(confidence[0, 0])
+    runner.finish("noise")
+    runner.begin("regular", [901], [1, 2, 3] * 60)
+    for _ in range(100):
+        runner.drafts["regular"] = []  # vLLM verifies none
+        runner.step()
+    assert unlikely < 0.3 and float(confidence[0, 0]) > 0.8
+    runner.finish("regular")
+
+
 def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -> None:
     late.steps = 1
     other = text(3, 40)
