@@ -16,7 +16,7 @@ import torch
 from agentspec.backends.vllm.runner_v2.matching import DEPTH, last_sampled
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens, shared_by_ranks
-from agentspec.backends.vllm.runner_v2.verification import strict_rejection
+from agentspec.backends.vllm.runner_v2.verification import CertainDrafts, strict_rejection
 from agentspec.cache.tokens import Tokens
 
 NEVER = DEPTH + 1
@@ -113,8 +113,16 @@ class HybridSpeculator(PassageSpeculator):
         self._last_count = torch.zeros_like(self._last_match)  # tokens that the model drafted
         parallel = vllm_config.parallel_config
         self._alone = parallel.tensor_parallel_size == parallel.data_parallel_size == 1  # else ranks draft in step
+        self._perhaps = set[int]() if self._retriever else set(range(self.max_num_reqs))  # rows that may be used
         if model.draft_logits is not None:
-            strict_rejection().ours[model.draft_logits.data_ptr()] = self._last_used
+            strict_rejection().ours[model.draft_logits.data_ptr()] = CertainDrafts(self._last_used, self._perhaps)
+        if hasattr(model, "observe_verification"):
+            self._observe_model, model.observe_verification = model.observe_verification, self.observe_verification
+
+    def observe_verification(self, rows: torch.Tensor, sampled: torch.Tensor, rejected: torch.Tensor) -> None:
+        """Have the model's speculator learn how often drafts are accepted from its own alone."""
+        ours = self._last_used[rows.long()]
+        self._observe_model(rows, sampled.masked_fill(ours, 1), rejected.masked_fill(ours, 0))
 
     def propose(
         self,
@@ -146,6 +154,8 @@ class HybridSpeculator(PassageSpeculator):
             with self._failures.caught():
                 ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count, follow)
         ours = shared_by_ranks(ours)
+        if self._adaptive:
+            shared_by_ranks(self._model.draft_token_confidence_probs)
         used = ours[:, :1] >= 0
         self._last_used.index_copy_(0, rows, used[:, 0])
         return torch.where(used, ours, model)
@@ -165,6 +175,9 @@ class HybridSpeculator(PassageSpeculator):
         """
         drafted = torch.full_like(rows, count)
         requests = [self._requests.get(identity) for identity in batch.req_ids]
+        enough = [0 if follow else self._least(request) for request in requests]
+        for row, least in zip(batch.idx_mapping_np.tolist(), enough, strict=True):
+            (self._perhaps.discard if least == NEVER else self._perhaps.add)(row)
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
         self._send(
             retriever, self._noted(own, lengths, rows, sampled), requests, model.shape[1]
@@ -174,7 +187,6 @@ class HybridSpeculator(PassageSpeculator):
         mapping, ends = batch.idx_mapping[: len(requests)], self._ends[: len(requests)]
         match = self._match(own, lengths, mapping, sampled, self._passages, ours, ends)
         match = torch.where(sampled[: len(requests)] > 0, match, 0)
-        enough = [0 if follow else self._least(request) for request in requests]
         used = match >= self._to_device(torch.tensor(enough, dtype=torch.int64))
         for kept, new in (
             (self._last_ours, ours),
@@ -183,7 +195,18 @@ class HybridSpeculator(PassageSpeculator):
             (self._last_count, drafted),
         ):
             kept.index_copy_(0, rows, new.to(kept.dtype))
+        if self._adaptive:
+            texts = rows, lengths.index_select(0, rows)
+            self._confidence.observe(*texts, sampled[: len(rows)], ends[:, -1])
+            confidence = self._confidence.of(*texts, torch.where(used, match, 0), ours)
+            theirs = self._model.draft_token_confidence_probs[: len(rows)]
+            theirs.copy_(torch.where(used[:, None], confidence, theirs))
         return torch.where(used[:, None], ours, _NO_TOKEN)
+
+    @property
+    def _adaptive(self) -> bool:
+        """Whether vLLM verifies what the model's speculator says is likely, which is known once that is loaded."""
+        return bool(getattr(self._model, "enable_adaptive_verification", False))
 
     def _least(self, request: PassageRequest | None) -> int:
         if request is None or not request.state.drafts:
@@ -238,8 +261,4 @@ class HybridSpeculator(PassageSpeculator):
 
 def stays_exact(speculator: Any) -> str:
     """Why rows of this speculator of vLLM's cannot be overwritten; an empty string if they can be."""
-    if getattr(speculator, "draft_watermarker", None) is not None:
-        return "its drafts are watermarked"
-    if getattr(speculator, "enable_adaptive_verification", False):
-        return "adaptive verification goes by its confidence"
-    return ""
+    return "its drafts are watermarked" if getattr(speculator, "draft_watermarker", None) is not None else ""

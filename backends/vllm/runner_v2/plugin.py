@@ -66,6 +66,7 @@ BESIDE = "agentspec_beside"
 """Attribute of vLLM's speculator that holds ours."""
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _MODEL = f"{_SPECULATORS}.speculator"
+_CONFIDENCE = ("enable_adaptive_verification", "draft_token_confidence_probs")
 _MODEL_SPECULATOR = ("draft_logits", "max_num_reqs", "max_model_len", "num_speculative_steps", "device")
 HYBRID_REQUIREMENTS = (
     *(needed for needed in REQUIREMENTS if needed.module not in (_NGRAM,)),
@@ -73,7 +74,7 @@ HYBRID_REQUIREMENTS = (
     Requirement(_SPECULATORS, "init_speculator", ("vllm_config", "device", "req_states")),
     Requirement(_RUNNER, "init_speculator"),
     Requirement(_MODEL, "BaseSpeculator.propose", _PROPOSE),
-    Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker")),
+    Requirement(_MODEL, "DraftModelSpeculator", (*_MODEL_SPECULATOR, "draft_watermarker", *_CONFIDENCE)),
 )
 """What our drafts next to a model's call, replace or read inside vLLM."""
 

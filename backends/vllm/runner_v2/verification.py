@@ -9,25 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_NOTHING = -1  # the row of a request for which vLLM's kernel adds no noise
+
+class CertainDrafts(NamedTuple):
+    """Which requests had a certain draft last, by the runner's row, and those rows that may have had one."""
+
+    used: Tensor
+    perhaps: set[int]
 
 
-def verify(drawn: Tensor, given: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Each request's tokens, int64 (requests, `most` + 1), and how many of them count, int32 (requests).
+def verify(drawn: Tensor, given: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """How many of each request's tokens count, int32 (requests).
 
-    `drawn` are the target's draws at all positions of a step, `given` the tokens that it read there: of each request,
-    whose positions begin at one of `starts`, its last token and then at most `most` drafted ones.
+    `drawn` (requests, most drafted tokens + 1) are the target's draws from each request's first position on, `given`
+    the tokens that it read at all positions of a step: of each request, whose positions are those from one of `starts`
+    to one of `ends`, its last token and then the drafted ones.
     """
-    places = starts[:-1, None].long() + torch.arange(most + 1, device=drawn.device)
-    last = len(drawn) - 1
-    tokens = drawn[places.clamp(max=last)]
-    right = (tokens == given[(places + 1).clamp(max=last)]) & (places + 1 < starts[1:, None])
-    return tokens, 1 + right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    places = starts[:, None].long() + torch.arange(1, drawn.shape[1] + 1, device=drawn.device)
+    right = (drawn == given[places.clamp(max=len(given) - 1)]) & (places < ends[:, None])
+    return 1 + right.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
 
 
 class StrictRejection:
@@ -36,8 +40,8 @@ class StrictRejection:
     def __init__(self, theirs: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]) -> None:
         self._theirs, self._draw = theirs, draw
         self.strict = False  # also where all drafts are certain
-        self.ours: dict[int, Tensor] = {}
-        """By the address of a speculator's draft logits: whether the last draft of each request is certain."""
+        self.ours: dict[int, CertainDrafts] = {}
+        """By the address of a speculator's draft logits."""
 
     def __call__(
         self,
@@ -52,22 +56,31 @@ class StrictRejection:
         **how: Any,
     ) -> tuple[Tensor, Tensor]:
         _, temperature, seed, most, *_ = states
+        starts, ends, steps = cu_num_logits[:-1], cu_num_logits[1:], torch.arange(most + 1, device=pos.device)
 
-        def drawn(rows: Tensor) -> tuple[Tensor, Tensor]:
+        def drawn(logits: Tensor, rows: Tensor, pos: Tensor) -> Tensor:
             options = {"apply_temperature": False, "is_drafting": False, "use_fp64": how.get("use_fp64", False)}
-            tokens = self._draw(target_logits, rows, temperature, seed, pos, **options)
-            return verify(tokens, draft_sampled, cu_num_logits, most)
+            return self._draw(logits, rows, temperature, seed, pos, **options)
+
+        def places(starts: Tensor) -> Tensor:
+            return (starts[:, None].long() + steps).clamp(max=len(pos) - 1)
 
         if draft_logits is None and self.strict:
-            return drawn(expanded_idx_mapping)
+            tokens = drawn(target_logits, expanded_idx_mapping, pos)[places(starts)]
+            return tokens, verify(tokens, draft_sampled, starts, ends)
         drafts = (draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping)
         tokens, counts = self._theirs(target_logits, *drafts, *states, **how)
         ours = None if draft_logits is None else self.ours.get(draft_logits.data_ptr())
-        if ours is None:
+        if ours is None or not ours.perhaps:
             return tokens, counts
-        certain = ours[idx_mapping.long()]
-        own, count = drawn(torch.where(ours[expanded_idx_mapping.long()], expanded_idx_mapping, _NOTHING))
-        return torch.where(certain[:, None], own, tokens), torch.where(certain, count, counts)
+        certain = ours.used[idx_mapping.long()]  # of at most so many requests are vocabularies read
+        picked = certain.int().argsort(descending=True, stable=True)[: len(ours.perhaps)]
+        flat = places(starts[picked]).flatten()
+        own = drawn(target_logits[flat], expanded_idx_mapping[flat], pos[flat]).view(-1, most + 1)
+        count = verify(own, draft_sampled, starts[picked], ends[picked])
+        tokens[picked] = torch.where(certain[picked, None], own, tokens[picked])
+        counts[picked] = torch.where(certain[picked], count, counts[picked])
+        return tokens, counts
 
 
 def strict_rejection() -> StrictRejection:

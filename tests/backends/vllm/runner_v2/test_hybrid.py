@@ -40,12 +40,18 @@ class DraftModelSpeculator:
         self.draft_logits = torch.zeros((REQUESTS, DRAFTED, VOCABULARY)) if sampled else None
         self.right, self.states, self.forwards = right, RequestStates(), 0
         self.texts: dict[int, list[int]] = {}
+        self.draft_token_confidence_probs = torch.zeros((REQUESTS, DRAFTED))
+        self.observed: list[list[int]] = []
+
+    def observe_verification(self, *counts: torch.Tensor) -> None:
+        self.observed = [count.tolist() for count in counts]
 
     def propose(
         self, input_batch: Any, *_: Any, dummy_run: bool = False, num_speculative_tokens: int = DRAFTED, **__: Any
     ) -> torch.Tensor:
         self.forwards += num_speculative_tokens
         found = torch.full((input_batch.num_reqs, DRAFTED), VOCABULARY - 1)
+        self.draft_token_confidence_probs[: input_batch.num_reqs] = 0.25
         if not dummy_run:
             for row, place in enumerate(input_batch.idx_mapping.tolist()):
                 length = int(self.states.total_len.gpu[place])
@@ -127,7 +133,7 @@ def test_drafts_of_ours_are_verified_by_the_targets_draw_and_the_models_by_their
 ) -> None:
     runner = join(right=0, sampled=True)
     logits = runner.speculator._model.draft_logits  # type: ignore[attr-defined]
-    certain = strict_rejection().ours[logits.data_ptr()]
+    certain, perhaps = strict_rejection().ours[logits.data_ptr()]
     steps(runner, ANSWER)
     runner.speculator._model.texts = {0: [*PROMPT, *ANSWER], 1: NOVEL}  # type: ignore[attr-defined]
     runner.begin("known", PROMPT, ANSWER)
@@ -138,6 +144,7 @@ def test_drafts_of_ours_are_verified_by_the_targets_draw_and_the_models_by_their
         runner.step()
         drawn = {name: runner.drafts[name][0] == VOCABULARY - 1 for name in runner.rows}
         assert {name: not certain[row] for name, row in runner.rows.items()} == drawn
+        assert set(certain.nonzero().flatten().tolist()) <= perhaps != {runner.rows["seeded"]}
         assert drawn["seeded"] and drawn["new"]
         used += not drawn["known"]
     assert used >= 3 and not logits.any()
@@ -165,6 +172,24 @@ def test_the_model_drafts_one_token_where_all_requests_follow_passages(
     runner.run()
 
 
+def test_adaptive_verification_gets_our_confidence_in_our_rows(join: Callable[..., Runner], late: Late) -> None:
+    """The model's own is learned from the verification of its drafts."""
+    runner = join(right=0)
+    model: Any = runner.speculator._model  # type: ignore[attr-defined]
+    model.enable_adaptive_verification = True
+    for _ in range(3):
+        steps(runner, ANSWER)
+    model.texts = {0: [*PROMPT, *ANSWER], 1: NOVEL}
+    runner.begin("known", PROMPT, ANSWER)
+    runner.begin("new", NOVEL[:20], NOVEL[20:])
+    for _ in range(4):
+        runner.step()
+    ours, theirs = model.draft_token_confidence_probs[:2].tolist()
+    assert min(ours) > 0.7 and theirs == [0.25] * DRAFTED
+    model.observe_verification(torch.tensor([*runner.rows.values()]), torch.tensor([3, 2]), torch.tensor([2, 3]))
+    assert model.observed[1:] == [[1, 2], [0, 3]]
+
+
 def test_all_ranks_verify_the_first_ranks_drafts_and_a_dummy_run_is_the_models(
     join: Callable[..., Runner], ranks: SimpleNamespace
 ) -> None:
@@ -184,7 +209,5 @@ def test_all_ranks_verify_the_first_ranks_drafts_and_a_dummy_run_is_the_models(
 def test_what_would_not_be_exact_is_left_alone() -> None:
     made: Any = DraftModelSpeculator(1, True)
     assert stays_exact(made) == ""
-    made.enable_adaptive_verification = True
-    assert "adaptive" in stays_exact(made)
     made.draft_watermarker = object()
     assert "watermark" in stays_exact(made)

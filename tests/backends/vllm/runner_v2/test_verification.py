@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentspec.backends.vllm.runner_v2.verification import StrictRejection
+from agentspec.backends.vllm.runner_v2.verification import CertainDrafts, StrictRejection
 from agentspec.benchmarks.vllm.engine import find_environment
 
 WORDS, DRAFTED, REQUESTS, LENGTH = 12, 3, 4, 12
@@ -97,12 +97,21 @@ def test_drafts_are_accepted_as_often_as_the_target_gives_them() -> None:
 
 
 def test_a_models_drafts_are_left_to_vllm() -> None:
-    """Rows that we drafted have the target's draws."""
-    strict, model = StrictRejection(theirs, gumbel_sample), torch.zeros(2, DRAFTED, WORDS)
+    """Rows that we drafted have the target's draws, for which no other row's vocabulary is read."""
+    read = list[int]()
+
+    def draw(logits: Tensor, *states: Any, **how: Any) -> Tensor:
+        read.append(len(logits))
+        return gumbel_sample(logits, *states, **how)
+
+    strict, model = StrictRejection(theirs, draw), torch.zeros(2, DRAFTED, WORDS)
     assert generate(strict, [1, 2], 1.0, lambda *_: [7], None)[0][1:] == [7] * LENGTH, "strict is not asked for"
     assert generate(strict, [1, 2], 1.0, lambda *_: [7], model)[0][1:] == [7] * LENGTH
-    strict.ours[model.data_ptr()] = torch.tensor([True, False])  # row 0, which is the batch's second request
+    strict.ours[model.data_ptr()] = CertainDrafts(used := torch.tensor([True, False]), perhaps := set[int]())
+    assert generate(strict, [1, 2], 1.0, lambda *_: [7], model)[0][1:] == [7] * LENGTH and not read
+    perhaps.add(0)  # row 0, which is the batch's second request
     texts = generate(strict, [1, 2], 1.0, lambda *_: [7], model)
+    assert set(read) == {DRAFTED + 1} and used[0]
     strict.strict = True
     assert texts[0][1:] == [7] * LENGTH and texts[1] == generate(strict, [1, 2], 1.0, lambda *_: [7])[1]
     assert any(a != b for a, b in pairwise(texts[1]))
