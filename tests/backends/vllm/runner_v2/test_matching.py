@@ -55,14 +55,17 @@ def test_drafts_are_those_of_the_search(requests: list[tuple[list[int], list[lis
 
 
 def test_confidences_are_how_often_tokens_were_right_after_a_match_of_that_length() -> None:
-    """A row's own last match counts; tokens behind the first wrong one, and what was not verified, say nothing."""
+    """A row's own last match counts, and the token after those that were verified; tokens behind a wrong one do not."""
     confidence, rows = MatchConfidence(3, 4, torch.device("cpu")), torch.tensor([2, 0])
-    random = torch.Generator().manual_seed(0)
-    for _ in range(2000):
-        confidence.of(rows, torch.tensor([3, 0]))
-        right = int((torch.rand(4, generator=random) < torch.tensor([0.9, 0.5, 0.2, 0.7])).long().cumprod(0).sum())
-        verified = min(right, 3)  # the server verified three of four
-        confidence.observe(rows, torch.tensor([verified + 1, 2]), torch.tensor([3 - verified, 2]))
-    known, other = confidence.of(torch.tensor([1, 2]), torch.tensor([3, 0])).tolist()
-    assert torch.allclose(torch.tensor(known[:3]), torch.tensor([0.9, 0.5, 0.2]), atol=0.06)
-    assert abs(known[3] - 6 / 7) < 1e-6 and other == [0.0] * 4, "of what was never verified a rate is assumed"
+    random, lengths, drafts = torch.Generator().manual_seed(0), torch.tensor([9, 9]), torch.tensor([[5, 6, 7, 8]] * 2)
+    for _ in range(3000):
+        confidence.of(rows, lengths, torch.tensor([3, 0]), drafts)
+        right = int((torch.rand(4, generator=random) < torch.tensor([0.9, 0.5, 0.8, 0.7])).long().cumprod(0).sum())
+        sampled = min(right, 2) + 1  # the server verified two of four
+        newest = drafts[0, sampled - 1] if right >= sampled else 0
+        lengths = lengths + sampled
+        confidence.observe(rows, lengths, torch.tensor([sampled] * 2), torch.tensor([newest] * 2))
+        confidence.observe(rows, lengths + 1, torch.tensor([sampled] * 2), torch.tensor([0, 0]))  # of another text
+    known, other = confidence.of(torch.tensor([1, 2]), lengths, torch.tensor([3, 0]), drafts).tolist()
+    assert torch.allclose(torch.tensor(known[:3]), torch.tensor([0.9, 0.5, 0.8]), atol=0.08)
+    assert abs(known[3] - 6 / 7) < 1e-6 and other == [0.0] * 4, "of what was never compared a rate is assumed"
