@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from agentspec.backends.engine_plugin.cache_router import forget
 from agentspec.backends.engine_plugin.drafter import DraftTurn
 from agentspec.backends.engine_plugin.request_state import (
     EMPTY_TREE,
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SEPARATOR = -(2**31)
 """The token with which SGLang begins each document but the first."""
+FORGET = re.compile(r"agentspec:(tenant|session)=(.+)", re.DOTALL)
+"""The names of external texts that stand for what the cache of this process holds of a tenant or session."""
 _RANKS = re.compile(r"(^|\|)elastic_ep_size=\d+$")  # that SGLang adds to every `extra_key` where it may change
 
 
@@ -66,6 +69,8 @@ class ExternalTexts:
 
         Raises `ValueError` for one too many or too long.
         """
+        if FORGET.fullmatch(corpus_id):
+            raise ValueError(f"External corpus {corpus_id!r}: that name only forgets, when it is removed: use another")
         if corpus_id in self._sequences:
             raise ValueError(f"External corpus {corpus_id!r} already exists: remove it first")
         documents, loaded, room = [list[int]()], 0, self.remaining_token_budget
@@ -88,7 +93,9 @@ class ExternalTexts:
             self._committed[corpus_id] = loaded_token_count
 
     def remove_external_corpus(self, corpus_id: str) -> None:
-        """Remove a text. A name that is not there is no error, as in SGLang."""
+        """Remove a text, or what one of the names in `FORGET` means. No name is an error, as in SGLang."""
+        if found := FORGET.fullmatch(corpus_id):
+            forget(**{found[1]: found[2]})
         with self._lock:
             self._committed.pop(corpus_id, None)
         if numbers := self._sequences.pop(corpus_id, None):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentspec.backends.engine_plugin import drafter
 from agentspec.backends.engine_plugin.request_state import PREDICTION
 from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
 from agentspec.cache import SuffixCache
@@ -21,6 +22,7 @@ from tests.backends.sglang.conftest import NODES, Corpora, NGRAMWorker, Req, Sch
 TEXT = list(range(100, 160))
 OTHER = list(range(300, 360))
 THIRD = list(range(500, 560))
+TAKEN = "agentspec:session=s"
 
 
 def scheduler(corpus: TokenCacheCorpus, *, overlap: bool = True) -> Scheduler:
@@ -172,17 +174,22 @@ def test_a_prediction_is_drafted_from_before_everything_else(corpora: Corpora) -
     assert server.steps < len(edited) / 3
 
 
-def test_what_is_forgotten_during_a_request_does_not_come_back(corpora: Corpora, cache: SuffixCache) -> None:
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_what_is_forgotten_during_a_request_does_not_come_back(
+    corpora: Corpora, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Nor where a search has no time, and what it found before is drafted."""
     server = scheduler(corpora())
     server.run(Req("a", [1], TEXT))
     req = Req("b", [2], [])
     assert first_tree(server.worker.ngram_corpus, req, TEXT) == NODES - 1
     cache.forget(tenant="default")
-    req.output_ids.extend(TEXT[1:9])
+    monkeypatch.setattr(drafter, "PATIENCE", patience)
+    req.output_ids.extend(TEXT[1:3])
     server.worker.ngram_corpus.see([req])
-    tokens, _ = server.worker.ngram_corpus.batch_get(["b"], [[2, *TEXT[:9]]], [10])
-    assert not set(tokens.tolist()) & set(TEXT[9:])
-    req.finish(9)
+    tokens, _ = server.worker.ngram_corpus.batch_get(["b"], [[2, *TEXT[:3]]], [4])
+    assert not set(tokens.tolist()) & set(TEXT[3:])
+    req.finish(3)
     server.worker.ngram_corpus.finish("b")
     assert server.worker.ngram_corpus.flush() and stored(cache) == []
 
@@ -221,7 +228,7 @@ def test_external_texts_serve_everyone(corpora: Corpora) -> None:
     assert (corpus.remaining_token_budget, corpus.list_external_corpora()) == (20, {"book": 40})
     assert first_tree(corpus, Req("a", [1], TEXT), TEXT) > 3
     assert first_tree(corpus, Req("b", [1], OTHER, cache_salt="x"), OTHER) > 3
-    for name, chunks in (("book", [[1]]), ("long", [[1] * 15, [2] * 6]), ("empty", []), ("none", [[SEPARATOR]])):
+    for name, chunks in (("book", [[1]]), ("long", [[1] * 15, [2] * 6]), ("none", [[SEPARATOR]]), (TAKEN, [[1]])):
         with pytest.raises(ValueError, match=name):
             corpus.load_external_corpus_named(name, chunks)
     assert corpus.list_external_corpora() == {"book": 40}

@@ -113,8 +113,22 @@ def test_the_ngram_worker_drafts_from_our_cache(
     assert worker.ngram_corpus.flush()
     tokens, mask = worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
     assert tokens.tolist() == [2, 3, 4, 5, 6, 7, 8, 9] and mask.sum() == NODES * (NODES + 1) / 2
+    req.finish(3)
     worker.note_request_finished(rid="a", natural_stop=True)
-    assert worker.finished == ["a"]
+    assert worker.finished == ["a"] and worker.ngram_corpus.flush()
+
+    def kept() -> bool:
+        again = Req("b", [90], range(20))
+        again.take([0])
+        for _ in range(2):
+            tokens, _ = worker._prepare_draft_tokens(SimpleNamespace(reqs=[again]))
+            assert worker.ngram_corpus.flush()
+        worker.ngram_corpus.reset()
+        return tokens.tolist()[:3] == [0, 1, 2]
+
+    for name, left in (("session=other", True), ("tenant=other", True), ("tenant=acme", False)):
+        worker.ngram_corpus.remove_external_corpus(f"agentspec:{name}")
+        assert kept() is left
 
 
 def test_an_adapter_is_known_by_its_files(

@@ -82,17 +82,6 @@ def test_what_is_not_verified_any_more_may_become_likely_again(runner: Runner, l
     runner.finish("regular")
 
 
-def test_requests_side_by_side_keep_their_own_text(runner: Runner, late: Late) -> None:
-    late.steps = 1
-    other = text(3, 40)
-    learn(runner, late)
-    runner.begin("a", PROMPT, ANSWER)
-    runner.begin("b", text(4, 10), other)
-    runner.step()
-    runner.begin("c", PROMPT, ANSWER)
-    assert runner.run() == {"a": ANSWER, "b": other, "c": ANSWER}
-
-
 @pytest.mark.parametrize("requests", [1, 8, 32, 64, REQUESTS])
 def test_every_row_of_a_batch_is_served_within_two_steps(runner: Runner, late: Late, requests: int) -> None:
     """Rows jump from one known text to another, each at a step of its own."""
