@@ -33,7 +33,7 @@ from agentspec.protocol.requests import SamplingFields
 from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
 from agentspec.step.report import observe
-from agentspec.step.scope import current_labels, current_policy, require_text
+from agentspec.step.scope import current, current_labels, current_policy, require_text
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, Speculation, StructuredOutputs, Usage
 
 Chat = str | Sequence[Mapping[str, Any]]
@@ -168,6 +168,7 @@ def call_of(
         latency_target_ms_per_token=policy.latency_ms_per_token if target is None else target,
         deadline_s=policy.deadline_s,
         strategy=policy.strategy,
+        early_tools=current.get().early_tools,
         extra=extra,
         **content,
     )

@@ -258,7 +258,7 @@ class GenerateRequest:
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
     target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the
     answers of a local model lossy; only the operator's settings set it. With `prefill_next` off nothing is read ahead
-    after the answer.
+    after the answer. `early_tools` is a count for a gateway's report.
     """
 
     model: str
@@ -289,6 +289,7 @@ class GenerateRequest:
     thinking_budget: int | None = None
     acceptance: LossyAcceptance | None = None
     prefill_next: bool = True
+    early_tools: int = 0
 
     def __post_init__(self) -> None:
         given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from agentspec.types import Namespace
+
 if TYPE_CHECKING:
     from agentspec.cache.request import CachePool
 
@@ -39,6 +41,38 @@ class CacheStats:
     unread: int = 0  # rows of the database that are known of and not taken in yet, at most
     erasure_pending: bool = False  # bytes of what was deleted may still be in the database's files
     behind: float = 0.0  # seconds since this process had last taken in all that others wrote
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStats:
+    """One namespace in memory. `oldest` and `newest` are when outputs of it finished, in seconds since 1970, None
+    without any; `steps`, `hits`, `drafted` and `accepted` count since it was loaded.
+    """
+
+    namespace: Namespace
+    sessions: int
+    sequences: int
+    tokens: int
+    memory_bytes: int
+    oldest: float | None
+    newest: float | None
+    steps: int = 0
+    hits: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def namespace_stats(pool: CachePool, tenant: str | None) -> list[NamespaceStats]:
+    """The namespaces in memory, of one tenant or of all."""
+    found = []
+    for one in pool.namespaces.partitions():
+        if one.loaded and tenant in (None, one.namespace.tenant):
+            with one.lock:
+                times = [meta.created_at for _, meta in one.known()]
+                sizes = len(one.sessions), one.shared.sequence_count, one.shared.token_count, one.memory_bytes()
+            ages = min(times, default=None), max(times, default=None)
+            found.append(NamespaceStats(one.namespace, *sizes, *ages, **one.counts))
+    return found
 
 
 def memory_stats(pool: CachePool) -> CacheStats:

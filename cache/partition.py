@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -206,6 +206,7 @@ class Partition:
         self.measured = 0  # bytes that the table has booked for it,
         self.owed = 0  # and for its text that is gone but not merged away
         self.used_at = time.monotonic()
+        self.counts: Counter[str] = Counter()  # of its requests' steps; the pool's lock guards it
         self._meta: dict[int, SequenceMeta] = {}
 
     @property

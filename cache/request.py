@@ -135,10 +135,13 @@ class CachePool:
             if self._persist:
                 self._persist(record)
 
-    def count(self, **counts: int) -> None:
+    def count(self, partition: Partition | None = None, **counts: int) -> None:
+        """Add to the counts of the pool, and to those of `partition`."""
         with self._lock:
             for name, change in counts.items():
                 self._counts[name] += change
+                if partition is not None:
+                    partition.counts[name] += change
 
     def counts(self) -> dict[str, Any]:
         with self._lock:
@@ -254,7 +257,8 @@ class CacheRequest:
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
-        self.pool.count(steps=1, drafted=drafted, accepted=accepted, hits=int(accepted > 0))
+        figures = {"steps": 1, "drafted": drafted, "accepted": accepted, "hits": int(accepted > 0)}
+        self.pool.count(self.partition, **figures)
 
     def close(self, *, ended: bool = True) -> None:
         """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentspec.cache.deleter import Deleter
 from agentspec.cache.deletion import ContentFilter, Decode, PartlyForgottenError, seconds_of, select
-from agentspec.cache.inspection import CacheStats, check_integrity, memory_stats
+from agentspec.cache.inspection import CacheStats, NamespaceStats, check_integrity, memory_stats, namespace_stats
 from agentspec.cache.lifetime import OPEN, MaintenanceThread
 from agentspec.cache.request import CachePool, CacheRequest
 from agentspec.cache.stored import StoreLimits
@@ -263,6 +263,18 @@ class SuffixCache:
             return replace(stats, store_error=self._store_error)
         found = replace(stats, **self._sync.figures())
         return replace(found, erasure_pending=found.erasure_pending or self._opened_state().erasure.is_pending)
+
+    def namespaces(self, tenant: str | None = None) -> list[NamespaceStats]:
+        """What each namespace in memory takes, how old it is and what it was good for; of one tenant, or of all."""
+        self._pool.require_open()
+        return namespace_stats(self._pool, tenant)
+
+    def disk_bytes(self) -> dict[str, int]:
+        """The bytes that each tenant's sequences take in the database; none for a cache in memory. Raises `CacheError`
+        where the database does not answer.
+        """
+        self._pool.require_open()
+        return self._store.tenant_bytes() if self._store else {}
 
     def check_integrity(self) -> None:
         """Raise `CacheFormatError` when an index is damaged. Linear in the size of the cache."""

@@ -79,7 +79,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if self.early_tools is not None:
             with self._as_tool(_TOOLS_NODE) as known:
                 turn = self.early_tools.begin(request) if known else None
-        with self._labelled() as count, _followed(self.early_tools, turn) as end:
+        with self._labelled(turn) as count, _followed(self.early_tools, turn) as end:
             return end(count(handler(self._with_settings(request))))
 
     async def awrap_model_call(
@@ -89,7 +89,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if self.early_tools is not None:
             with self._as_tool(_TOOLS_NODE) as known:
                 turn = await self.early_tools.abegin(request) if known else None
-        with self._labelled() as count, _followed(self.early_tools, turn) as end:
+        with self._labelled(turn) as count, _followed(self.early_tools, turn) as end:
             return end(count(await handler(self._with_settings(request))))
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
@@ -120,9 +120,9 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
             yield node is None or policy.deadline_s is None
 
     @contextmanager
-    def _labelled(self) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
+    def _labelled(self, turn: ToolSession | None) -> Iterator[Callable[[ModelResponse[Any]], ModelResponse[Any]]]:
         """Label the model call made inside. It is counted by its answer, unless its client counts it itself."""
-        with model_call(*self._scope()) as meter:
+        with model_call(*self._scope(), turn.take_used() if turn else 0) as meter:
 
             def count(response: ModelResponse[Any]) -> ModelResponse[Any]:
                 meter.usage = _usage(response.result)

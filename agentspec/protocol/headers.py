@@ -15,20 +15,28 @@ from agentspec.types import Labels
 
 STRATEGY_HEADER = f"{PREFIX}strategy"
 PREFILL_HEADER = f"{PREFIX}prefill"
+_EARLY_TOOLS = "early-tools"
 _REQUEST_NAMES = (
-    *("session", "workflow", "step", "speculation", "store", "prefill", "strategy"),
+    *("session", "workflow", "step", "speculation", "store", "prefill", "strategy", _EARLY_TOOLS),
     *("latency-ms-per-token", "deadline-s", "priority"),
 )
 
 
 def label_headers(
-    labels: Labels, *, speculation: bool = True, store: bool = True, prefill: bool = True, keep: str = ""
+    labels: Labels,
+    *,
+    speculation: bool = True,
+    store: bool = True,
+    prefill: bool = True,
+    early_tools: int = 0,
+    keep: str = "",
 ) -> dict[str, str]:
-    """Labels and switches as headers. `%`, blanks and non-ASCII characters not in `keep`, and blanks at either end, are
-    percent-encoded. A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
+    """Labels, switches and the count of early tools as headers. `%`, blanks and non-ASCII characters not in `keep`, and
+    blanks at either end, are percent-encoded. A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     """
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     headers = {f"{PREFIX}{name}": _quoted(value, keep) for name, value in named.items() if value}
+    headers |= {PREFIX + _EARLY_TOOLS: str(early_tools)} if early_tools else {}
     switches = {"speculation": speculation, "store": store, "prefill": prefill}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 
@@ -36,6 +44,14 @@ def label_headers(
 def read_labels(headers: Mapping[str, str]) -> Labels:
     """The labels of a request. Raises `InvalidRequestError` that names the wrong header."""
     return Labels(**{field.name: _label(headers, field.name) for field in fields(Labels)})
+
+
+def read_early_tools(headers: Mapping[str, str]) -> int:
+    """How many tools an agent had early since its last call. Raises `InvalidRequestError` for no count."""
+    given = headers.get(header := PREFIX + _EARLY_TOOLS, "0").strip()
+    if not (given.isascii() and given.isdigit() and len(given) <= 6):
+        raise InvalidRequestError(f"{header} must be a count below a million", param=header)
+    return int(given)
 
 
 def read_switch(headers: Mapping[str, str], name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,8 +17,9 @@ from agentspec.protocol.speculation import StepSpeculation
 from agentspec.proxy.auth import Identity
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.logs import logger
+from agentspec.step.statistics import StepStatistics
 from agentspec.telemetry.metrics import Metrics
-from agentspec.types import Delta, Speculation, Usage
+from agentspec.types import Delta, Labels, Speculation, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.pool.pool import Attempt
@@ -44,8 +45,9 @@ class RequestAnswer:
     `key` is the identity of the request's key, None before the check; `has_gateway_key`: the gateway has keys, so that
     a client's Authorization header is for it. `anthropic`: the route is of Anthropic's API, and so are its errors.
     `response_headers` are added by the backend, `limit_headers` say where the key stands. `attempt` is the server of a
-    pool that answers or failed last; only operators see its name. `correct_charge` is called once with the finished
-    answer; `watch` sees each message before it is sent.
+    pool that answers or failed last; only operators see its name. `labels` are those of a request that generates,
+    `early_tools` what its agent counted. `correct_charge` is called once with the finished answer; `watch` sees each
+    message before it is sent.
     """
 
     request_id: str
@@ -57,6 +59,8 @@ class RequestAnswer:
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
     key: Identity | None = None
     model: str | None = None
+    labels: Labels | None = None
+    early_tools: int = 0
     status: int = 0
     outcome: str = "ok"
     error: str | None = None
@@ -184,8 +188,8 @@ class RequestAnswer:
         if self.attempt is not None and self.key is not None and self.key.reads_metrics:
             yield MEMBER_HEADER.encode(), self.attempt.member.encode("ascii", "replace")
 
-    def finish(self, metrics: Metrics) -> None:
-        """Charge, count and log the answer, once it is over in whatever way."""
+    def finish(self, metrics: Metrics, steps: MutableMapping[str, StepStatistics]) -> None:
+        """Charge, count and log the answer, once it is over in whatever way; `steps` counts it by tenant."""
         if self.correct_charge is not None:
             self.correct_charge(self)
         metrics.request(self.route, self.model, self.outcome, self.seconds)
@@ -198,8 +202,16 @@ class RequestAnswer:
         if (done := self.speculation) is not None:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             metrics.speculation(self.model, done, failed)
+        if self.labels is not None:
+            self._count_step(steps.setdefault(self.tenant, StepStatistics()), self.labels)
         level = logging.WARNING if self.outcome == "server_error" else logging.INFO
         logger.log(logging.DEBUG if self.route.startswith(_QUIET) else level, "request", **self._log_fields())
+
+    def _count_step(self, steps: StepStatistics, labels: Labels) -> None:
+        called = labels.workflow, labels.step
+        steps.add_call(called, self.usage, self.speculation, self.seconds, failed=self.outcome != "ok")
+        if self.early_tools:
+            steps.add_early_tools(called, self.early_tools)
 
     def _log_fields(self) -> dict[str, Any]:
         usage = self.usage

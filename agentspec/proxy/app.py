@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from time import perf_counter
+from typing import Any
 from weakref import WeakSet
 
 import anyio
@@ -73,7 +74,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         routes += page_routes(services, pages)
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
-    loading = Loading(runtime)
+    loading = Loading(runtime, pages.history.run if server.ui else None)
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     return GatewayMiddleware(
         routes=router,
@@ -82,6 +83,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         slots=slots,
         deadlines=deadlines,
         metrics=pages.registry,
+        steps=pages.steps,
         loading=loading,
         budget=budget,
         public=frozenset(page_files()) if server.ui else frozenset(),
@@ -122,14 +124,15 @@ def _stored(services: Services) -> RecordedRoute:
 
 class Loading:
     """Starts a runtime in a thread for the lifespan of the application. `error` is the exception of a failed start.
+    Meanwhile `watch` runs, if it is given.
 
     Loading cannot be interrupted. If the process ends with the application, call `abort()` before: the lifespan then
     does not wait for a model that is still loading, and sets `left_behind`, since the loading thread still runs.
     `when_ready` is called on the loop once everything is loaded.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, watch: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        self._runtime, self._watch = runtime, watch
         self._aborted = False
         self.error: Exception | None = None
         self.left_behind = False
@@ -152,9 +155,12 @@ class Loading:
     async def lifespan(self) -> AsyncIterator[None]:
         """Begin to load. At the end, close the runtime, which flushes the cache."""
         task = asyncio.create_task(self._load())
+        watching = asyncio.create_task(self._watch()) if self._watch else None
         try:
             yield
         finally:
+            if watching:
+                watching.cancel()
             if self._aborted and not task.done():
                 self.left_behind = True
                 task.cancel()

@@ -17,7 +17,7 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Attempts, Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.placement import prompt_blocks, scoped_call
-from agentspec.protocol.headers import STRATEGY_HEADER, read_policy
+from agentspec.protocol.headers import STRATEGY_HEADER, read_early_tools, read_policy
 from agentspec.proxy.admission import Deadline, Slots, until_disconnect
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.answering import answer_here
@@ -89,6 +89,8 @@ class GatewayEndpoint:
                 context = RequestContext.of(
                     scope, headers, body.fields, answer, self.path, deadline, route, policy, cached
                 )
+                answer.labels = context.labels if self.generates else None
+                answer.early_tools = read_early_tools(headers)
                 if services.metering is not None and self.generates:
                     await services.metering.admit(answer, self.path, body)
                 if isinstance(route.backend, PoolBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from agentspec.proxy.admission import Deadline, Slots
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.auth import Authenticator, HostCheck
 from agentspec.proxy.body.budget import BodyBudget
+from agentspec.step.statistics import StepStatistics
 from agentspec.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class GatewayMiddleware:
     slots: Slots
     deadlines: WeakSet[Deadline]
     metrics: Metrics
+    steps: MutableMapping[str, StepStatistics]
     loading: Loading
     budget: BodyBudget
     public: frozenset[str] = frozenset()
@@ -76,7 +78,7 @@ class GatewayMiddleware:
             try:
                 await self._handle(answer, headers, scope, receive)
             finally:
-                answer.finish(self.metrics)
+                answer.finish(self.metrics, self.steps)
 
     async def _handle(self, answer: RequestAnswer, headers: Headers, scope: Scope, receive: Receive) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,105 +14,12 @@ from typing import Any
 from agentspec.protocol.headers import label_headers
 from agentspec.protocol.policy import StepPolicy
 from agentspec.step.scope import current, current_labels, current_policy, entered
+from agentspec.step.statistics import StepRow, StepStatistics
 from agentspec.types import Labels, Speculation, Usage
 
-Key = tuple[str | None, str | None]
-
-MAX_ROWS = 1024
-OTHER: Key = ("(other)", "(other)")
 NO_STEP = "(no step)"
 _NAMES = 2  # columns of names; the others are numbers
 _GAP = 2  # blanks between columns
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """The totals of one step of one workflow.
-
-    `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, nested steps included) describe the
-    step's own code. The other fields describe its model calls, without those of nested steps. `verified_tokens` are
-    the completion tokens of calls that reported their verify steps: forwards that verified drafts. `rounds` are what a
-    strategy counts instead: steps of thinking, or rounds of retrieval.
-    """
-
-    workflow: str | None = None
-    step: str | None = None
-    runs: int = 0
-    errors: int = 0
-    seconds: float = 0.0
-    calls: int = 0
-    failed_calls: int = 0
-    model_seconds: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    verified_tokens: int = 0
-    verify_steps: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    estimated_seconds_saved: float = 0.0
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Tokens committed per verify step; None if no call reported verify steps."""
-        return self.verified_tokens / self.verify_steps if self.verify_steps else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Completion tokens per second of model time; None without model time."""
-        return self.completion_tokens / self.model_seconds if self.model_seconds > 0 else None
-
-
-class StepStatistics:
-    """Adds up runs and calls by (workflow, step). Thread-safe; after `MAX_ROWS` keys, further keys share one row."""
-
-    def __init__(self) -> None:
-        self._rows: dict[Key, StepRow] = {}
-        self._lock = threading.Lock()
-
-    def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
-        """Count one run of a step's code."""
-        self._add(key, runs=1, errors=failed, seconds=seconds)
-
-    def add_call(
-        self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
-    ) -> None:
-        """Count one model call of `seconds` seconds; `usage` and `speculation` are None if unknown."""
-        used, speculated = usage or Usage(), speculation or Speculation()
-        self._add(
-            key,
-            calls=1,
-            failed_calls=failed,
-            model_seconds=seconds,
-            prompt_tokens=used.prompt_tokens,
-            completion_tokens=used.completion_tokens,
-            verified_tokens=used.completion_tokens if speculated.forwards else 0,
-            verify_steps=speculated.forwards,
-            rounds=speculated.steps - speculated.forwards,
-            drafted=speculated.drafted,
-            accepted=speculated.accepted,
-            estimated_seconds_saved=speculated.estimated_seconds_saved,
-        )
-
-    def rows(self) -> list[StepRow]:
-        """The current rows, in the order in which the steps were first seen."""
-        with self._lock:
-            return list(self._rows.values())
-
-    def reset(self) -> None:
-        """Delete all counts."""
-        with self._lock:
-            self._rows.clear()
-
-    def __repr__(self) -> str:
-        return f"<StepStatistics of {len(self._rows)} steps>"
-
-    def _add(self, key: Key, **more: float) -> None:
-        with self._lock:
-            if key not in self._rows and len(self._rows) >= MAX_ROWS:
-                key = OTHER
-            row = self._rows.get(key, StepRow(*key))
-            self._rows[key] = replace(row, **{name: getattr(row, name) + value for name, value in more.items()})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -169,6 +75,8 @@ _COLUMNS = (
     ("rounds", "rounds"),
     ("drafted", "drafted"),
     ("accepted", "accepted"),
+    ("delegated", "delegated_tokens"),
+    ("early tools", "early_tools"),
     ("est. s saved", "estimated_seconds_saved"),
 )
 # Those that a narrow terminal shows first.
@@ -218,13 +126,15 @@ _meter: ContextVar[CallMeter | None] = ContextVar("agentspec_meter", default=Non
 
 
 @contextmanager
-def model_call(labels: Labels, policy: StepPolicy) -> Iterator[CallMeter]:
+def model_call(labels: Labels, policy: StepPolicy, early_tools: int = 0) -> Iterator[CallMeter]:
     """Label the model call made inside, and count it once: by the meter unless the model's client counts it.
 
-    Labels that are None are inherited, and so is what `policy` leaves open.
+    Labels that are None are inherited, and so is what `policy` leaves open. `early_tools` were used before the call.
     """
     meter, began, failed, outer = CallMeter(), time.perf_counter(), False, _meter.get()
-    scope = current.get().narrowed(labels, policy)
+    scope = replace(current.get().narrowed(labels, policy), early_tools=early_tools)
+    if early_tools:
+        statistics.add_early_tools((scope.labels.workflow, scope.labels.step), early_tools)
     _meter.set(meter)
     try:
         with entered(scope):
@@ -273,7 +183,9 @@ def headers() -> dict[str, str]:
     """The headers that send the current labels and policy to a gateway. What is not ASCII is percent-encoded."""
     policy = current_policy()
     speculation, store = policy.speculation is not False, policy.store is not False
-    return label_headers(current_labels(), speculation=speculation, store=store, keep=" ") | policy.headers()
+    early = current.get().early_tools
+    labels = label_headers(current_labels(), speculation=speculation, store=store, early_tools=early, keep=" ")
+    return labels | policy.headers()
 
 
 def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:

@@ -25,11 +25,15 @@ SHORTEST_S = 0.001  # what is left of a deadline that is over: a deadline is a g
 
 @dataclass(frozen=True, slots=True)
 class CallScope:
-    """`deadline` is a time of `time.monotonic`; `policy` holds everything else that is asked of the calls."""
+    """`deadline` is a time of `time.monotonic`; `policy` holds everything else that is asked of the calls.
+
+    `early_tools` counts the tools whose early result the agent has used since its last call.
+    """
 
     labels: Labels = field(default_factory=Labels)
     policy: StepPolicy = field(default_factory=StepPolicy)
     deadline: float | None = None
+    early_tools: int = 0
 
     def narrowed(self, labels: Labels, policy: StepPolicy) -> CallScope:
         """The scope inside this one: what `labels` and `policy` leave open stays, the earlier deadline counts.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
 from agentspec.types import Speculation
@@ -56,6 +56,7 @@ class Metrics:
         Info("agentspec_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version()}
         )
+        ProcessCollector(registry=registry)
         for collector in scraped:
             registry.register(collector)
 

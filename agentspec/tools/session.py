@@ -51,6 +51,7 @@ class ToolSession:
         self._tools: dict[str, ToolSpec] = {}
         self.functions: Mapping[str, Any] = {}  # what runs for each name that is offered
         self.followed: list[str] = []  # what marks the messages that an adapter has reported
+        self._used = 0  # early results since `take_used`
 
     def offers(self, tools: Sequence[ToolSpec], functions: Mapping[str, Any] | None = None) -> None:
         """The tools that the model can call from now on. Calls of others count as calls that may change something.
@@ -169,6 +170,12 @@ class ToolSession:
                 elif now - early.started_at >= self._policy.max_age:
                     self._drop(early, "waste")
 
+    def take_used(self) -> int:
+        """How many early results were used since the last call."""
+        with self._lock:
+            used, self._used = self._used, 0
+        return used
+
     def close(self) -> None:
         """Drop what was started and is not used."""
         with self._lock:
@@ -277,6 +284,8 @@ class ToolSession:
             return False
         self._took(early.call.name, early.seconds)
         saved = min(called_at - early.started_at, early.seconds)
+        with self._lock:
+            self._used += 1
         self._report("hit", early, saved)
         return True
 

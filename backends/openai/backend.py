@@ -64,7 +64,13 @@ class OpenAIBackend(Upstream):
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream, application/json",
-            **label_headers(labels, speculation=request.speculation, store=request.store, prefill=request.prefill_next),
+            **label_headers(
+                labels,
+                speculation=request.speculation,
+                store=request.store,
+                prefill=request.prefill_next,
+                early_tools=request.early_tools,
+            ),
             **policy_of(request).headers(),
         }
         added = self._session_headers(labels)

@@ -36,7 +36,7 @@ from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest
+from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, Namespace
 
 if TYPE_CHECKING:
     from agentspec.backends.torch.engine.prefill import NextTurns
@@ -113,6 +113,10 @@ class TorchBackend(ModelTokens):
     def target(self) -> TargetModel:
         """The model; the engine's thread owns it while requests run."""
         return self._loaded.target
+
+    def namespace(self, tenant: str) -> Namespace:
+        """Where the cache keeps the tenant's tokens of this model."""
+        return self._loaded.namespace(tenant)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -217,7 +221,7 @@ class TorchBackend(ModelTokens):
 
     def _forget(self, scope: Scope) -> None:
         """Something was deleted from the cache: reuse nothing that derives from it."""
-        self._engine.forget(Reach(scope, self._loaded.namespace))
+        self._engine.forget(Reach(scope, self.namespace))
 
     async def aclose(self) -> None:
         self._end_listening()

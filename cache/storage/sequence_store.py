@@ -276,6 +276,11 @@ class SequenceStore(SequenceReader):
             if not any(self._delete_oldest(one, max(taken // 8, min(excess, taken // 2))) for one, taken in tenants):
                 return
 
+    def tenant_bytes(self) -> dict[str, int]:
+        """The bytes of each tenant's rows. Raises `CacheError` where the database does not answer."""
+        with self._answering():
+            return dict(self._tenants())
+
     def _tenants(self) -> list[tuple[str, int]]:
         """(tenant, bytes), the largest first."""
         tenant = sequences.c.tenant

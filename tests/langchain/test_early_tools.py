@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from agentspec import StepPolicy
 from agentspec.langchain import AgentSpecMiddleware, ChatAgentSpec, EarlyTools
 from agentspec.runtime import Runtime
-from agentspec.step import current_labels, current_policy, report
+from agentspec.step import current_labels, current_policy, headers, report
 from agentspec.testing import FakeBackend
 from agentspec.tools import ToolEvent, ToolPolicy, ToolSpeculator
 from agentspec.types import Labels
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("likely_starts_pay")]
 ran: list[str] = []
 scopes: list[tuple[Labels, StepPolicy]] = []
 asked_by_tools: list[ChatAgentSpec] = []
+sent: list[str | None] = []  # by model calls: how many tools were early
 stock = {"#W1": 1, "#W2": 2}
 
 
@@ -71,6 +72,10 @@ def fresh() -> None:
 
 class ScriptedModel(GenericFakeChatModel):
     disable_streaming: bool = True
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        sent.append(headers().get("x-agentspec-early-tools"))
+        return super()._generate(*args, **kwargs)
 
     def bind_tools(self, tools: Any, **_: Any) -> Any:
         return self
@@ -119,9 +124,12 @@ def trained(*names: str, **options: Any) -> tuple[AgentSpecMiddleware, list[Tool
 
 def test_early_starts_leave_messages_unchanged() -> None:
     middleware, events = trained()
+    report().reset()
+    sent.clear()
     early, plain = session(middleware, 8), session(AgentSpecMiddleware(), 9)
     assert shown(early) == shown(plain)
-    assert [event.tool for event in events if event.outcome == "hit"]
+    hits = len([event.tool for event in events if event.outcome == "hit"])
+    assert hits == sum(row.early_tools for row in report()) == sum(map(int, filter(None, sent))) > 0
     assert {event.tool for event in events} == {"look"} and ran.count("buy") == 10
 
 

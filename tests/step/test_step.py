@@ -117,7 +117,7 @@ def test_a_report_fits_the_terminal_and_a_notebook_gets_every_column(rows: list[
         lines, table = str(report()).splitlines(), report()._repr_html_()
     assert max(map(len, lines[: len(report().rows) + 1])) <= width and "calls" in lines[0] and "tokens" in lines[0]
     assert width < 200 or ("est. s saved" in lines[0] and "rounds" in lines[0])
-    assert table.count("<th>") == 16 and table.count("<td>") == 16 * len(report().rows) and "<w>" not in table
+    assert table.count("<th>") == 18 and table.count("<td>") == 18 * len(report().rows) and "<w>" not in table
 
 
 def test_labels_nest_and_end() -> None:

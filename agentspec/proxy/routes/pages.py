@@ -27,6 +27,8 @@ from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response
 from agentspec.proxy.request_context import upstream_headers
 from agentspec.runtime import Runtime
+from agentspec.step.statistics import StepStatistics
+from agentspec.telemetry.history import History
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
 from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, TENANT, OnScrape
@@ -38,7 +40,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Pages:
-    """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics."""
+    """The routes that describe the gateway: its state, version, models and metrics. `registry` holds the metrics,
+    `history` their last half hour, and `steps` what each tenant's workflows cost.
+    """
 
     def __init__(self, runtime: Runtime, slots: Slots) -> None:
         self._runtime = runtime
@@ -54,6 +58,8 @@ class Pages:
                 OnScrape(MEMBER, lambda: runtime.fleet.samples() if runtime.fleet else (), "backend", "member"),
             ),
         )
+        self.history = History(self.registry.registry)
+        self.steps: dict[str, StepStatistics] = {}
 
     def routes(self) -> dict[str, Handler]:
         return {

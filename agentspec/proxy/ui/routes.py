@@ -14,6 +14,9 @@ from agentspec.proxy.api import json_response
 from agentspec.proxy.endpoint import Services
 from agentspec.proxy.middleware import RecordedRoute
 from agentspec.proxy.routes.pages import Handler, Pages
+from agentspec.proxy.ui.cache import cache_routes
+from agentspec.proxy.ui.now import now_routes
+from agentspec.proxy.ui.workflows import workflow_routes
 from agentspec.version import __version__
 
 PAGE = Path(__file__).with_name("page")
@@ -46,6 +49,9 @@ def page_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
     for path, file in page_files().items():
         yield RecordedRoute(path, _sending(file), "GET")
     yield RecordedRoute(f"{ROOT}/data/session", _describing(services), "GET")
+    yield from now_routes(services, pages)
+    yield from workflow_routes(services, pages)
+    yield from cache_routes(services, pages)
 
 
 def _sending(file: Path) -> Handler:

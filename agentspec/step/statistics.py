@@ -1,0 +1,112 @@
+"""What each step of a workflow cost: rows that model calls and runs of a step's code are added up in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+from agentspec.protocol.speculation import StepSpeculation
+from agentspec.types import Speculation, Usage
+
+Key = tuple[str | None, str | None]
+
+MAX_ROWS = 1024
+OTHER: Key = ("(other)", "(other)")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The totals of one step of one workflow.
+
+    `runs`, `errors` (runs that raised) and `seconds` (wall clock inside the step, nested steps included) describe the
+    step's own code. The other fields describe its model calls, without those of nested steps. `verified_tokens` are
+    the completion tokens of calls that reported their verify steps: forwards that verified drafts. `rounds` are what a
+    strategy counts instead: steps of thinking, or rounds of retrieval. `delegated_tokens` are the completion tokens
+    that a small model wrote and the strategy kept, `early_tools` the tools whose result was there before their call.
+    """
+
+    workflow: str | None = None
+    step: str | None = None
+    runs: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    calls: int = 0
+    failed_calls: int = 0
+    model_seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    verified_tokens: int = 0
+    verify_steps: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    delegated_tokens: int = 0
+    early_tools: int = 0
+    estimated_seconds_saved: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens committed per verify step; None if no call reported verify steps."""
+        return self.verified_tokens / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Completion tokens per second of model time; None without model time."""
+        return self.completion_tokens / self.model_seconds if self.model_seconds > 0 else None
+
+
+class StepStatistics:
+    """Adds up runs and calls by (workflow, step). Thread-safe; after `MAX_ROWS` keys, further keys share one row."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Key, StepRow] = {}
+        self._lock = threading.Lock()
+
+    def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
+        """Count one run of a step's code."""
+        self._add(key, runs=1, errors=failed, seconds=seconds)
+
+    def add_call(
+        self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
+    ) -> None:
+        """Count one model call of `seconds` seconds; `usage` and `speculation` are None if unknown."""
+        used, speculated = usage or Usage(), speculation or Speculation()
+        self._add(
+            key,
+            calls=1,
+            failed_calls=failed,
+            model_seconds=seconds,
+            prompt_tokens=used.prompt_tokens,
+            completion_tokens=used.completion_tokens,
+            verified_tokens=used.completion_tokens if speculated.forwards else 0,
+            verify_steps=speculated.forwards,
+            rounds=speculated.steps - speculated.forwards,
+            drafted=speculated.drafted,
+            accepted=speculated.accepted,
+            delegated_tokens=speculated.kept_tokens.get("small", 0) if isinstance(speculated, StepSpeculation) else 0,
+            estimated_seconds_saved=speculated.estimated_seconds_saved,
+        )
+
+    def add_early_tools(self, key: Key, count: int) -> None:
+        """Count tools whose early result was used."""
+        self._add(key, early_tools=count)
+
+    def rows(self) -> list[StepRow]:
+        """The current rows, in the order in which the steps were first seen."""
+        with self._lock:
+            return list(self._rows.values())
+
+    def reset(self) -> None:
+        """Delete all counts."""
+        with self._lock:
+            self._rows.clear()
+
+    def __repr__(self) -> str:
+        return f"<StepStatistics of {len(self._rows)} steps>"
+
+    def _add(self, key: Key, **more: float) -> None:
+        with self._lock:
+            if key not in self._rows and len(self._rows) >= MAX_ROWS:
+                key = OTHER
+            row = self._rows.get(key, StepRow(*key))
+            self._rows[key] = replace(row, **{name: getattr(row, name) + value for name, value in more.items()})
