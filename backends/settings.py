@@ -42,6 +42,10 @@ class TorchSettings(SettingsModel):
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none",
+        description="vLLM's `metrics.speculative_decoding` in answers to one choice; `detailed`: by step",
+    )
 
     def require_draft_model(self) -> None:
         """Raises `ConfigurationError` without a draft model that drafts: lossy rules accept its tokens."""

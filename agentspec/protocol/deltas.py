@@ -9,7 +9,7 @@ from typing import Any
 
 from agentspec.errors import UpstreamError
 from agentspec.protocol.responses import clamped
-from agentspec.protocol.speculation import count_of, read_speculation
+from agentspec.protocol.speculation import count_of, reported_speculation
 from agentspec.protocol.wire import reported
 from agentspec.types import Delta, FinishReason, TokenLogprob, Usage
 
@@ -63,14 +63,15 @@ def to_delta(chunk: Any) -> Delta:
             raise _broken_off(error)
         choice = _first_choice(chunk.get("choices") or ())
         message = choice.get("delta") or choice.get("message") or {}
+        usage = read_usage(counts) if (counts := chunk.get("usage")) else None
         return Delta(
             text=_string(message.get("content")) + _string(choice.get("text")),
             token_ids=tuple(int(token) for token in choice.get("token_ids") or ()),
             logprobs=_logprobs(choice.get("logprobs")),
             finish_reason=_finish_reason(choice.get("finish_reason")),
             stop_reason=_stop_reason(choice),
-            usage=read_usage(usage) if (usage := chunk.get("usage")) else None,
-            speculation=read_speculation(counts) if (counts := chunk.get("speculation")) else None,
+            usage=usage,
+            speculation=reported_speculation(chunk, usage),
             extra=_extra(message),
         )
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError):

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
-from agentspec.types import Speculation
+from agentspec.types import Speculation, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,37 @@ class LossyAcceptanceSpeculation(Speculation):
     strategy: str = "lossy_acceptance"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     substituted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeculation(Speculation):
+    """What speculation did for one answer, draft by draft: `drafts` has the tokens of each, and those accepted.
+
+    No draft has more than `most` tokens. In the object `speculation` it is like any other.
+    """
+
+    drafts: tuple[tuple[int, int], ...] = ()
+    most: int = 0
+    detailed: bool = False
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's `metrics.speculative_decoding`: what `--per-request-spec-decode-metrics` adds to answers (vLLM 0.29).
+
+        Its steps are those with a draft.
+        """
+        lengths = [accepted for _, accepted in self.drafts]
+        found: dict[str, Any] = {
+            "mean_acceptance_length": 1.0 + (sum(lengths) / len(lengths) if lengths else 0.0),
+            "draft_acceptance_rate": sum(lengths) / self.drafted if self.drafted else 0.0,
+            "acceptance_histogram": [lengths.count(length) for length in range(self.most + 1)],
+            "num_spec_steps": len(lengths),
+            "num_accepted_draft_tokens": sum(lengths),
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": self.most,
+        }
+        if self.detailed and lengths:
+            found |= {"per_step_accepted": lengths, "per_step_drafted": [drafted for drafted, _ in self.drafts]}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +149,22 @@ def read_speculation(value: Mapping[str, Any]) -> Speculation | None:
         if isinstance(one := value.get(member.name), fitting):
             own[member.name] = tuple(one) if isinstance(one, list) else one
     return kind(**own | counts)
+
+
+def reported_speculation(answer: Mapping[str, Any], usage: Usage | None) -> Speculation | None:
+    """What an answer or its last chunk reports: our object `speculation`, or vLLM's metrics of the request.
+
+    vLLM counts the forwards with a draft; of all, each gives one token more than it accepts. Raises as
+    `read_speculation` does.
+    """
+    if given := answer.get("speculation"):
+        return read_speculation(given)
+    metrics = answer.get("metrics")
+    found = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
+    if usage is None or not isinstance(found, Mapping):
+        return None
+    drafted, accepted = (count_of(found.get(f"num_{name}")) for name in ("draft_tokens", "accepted_draft_tokens"))
+    return Speculation(drafted, accepted, max(1, usage.completion_tokens - accepted))
 
 
 def summed(parts: Sequence[Speculation]) -> Speculation | None:

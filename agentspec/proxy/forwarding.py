@@ -16,7 +16,7 @@ from agentspec.backends.openai.fields import PRIORITY
 from agentspec.errors import AgentSpecError, UpstreamError
 from agentspec.protocol.deltas import read_usage
 from agentspec.protocol.errors import anthropic_error, error_object, without_account
-from agentspec.protocol.speculation import read_speculation
+from agentspec.protocol.speculation import reported_speculation
 from agentspec.protocol.wire import MAX_HELD, EventSplitter, SseDecoder, event, object_in, reported
 from agentspec.proxy.answer import BYTES_PER_TOKEN, RequestAnswer, piece
 from agentspec.proxy.body.budget import RequestBody
@@ -45,7 +45,7 @@ TAIL_BYTES = 256 << 10
 # A field of these names that is not null. The text of an answer is JSON too: its quotes are escaped and match nothing.
 _NAMES = rb'"(?:finish_reason|usage|speculation|error)"\s*:\s*[^n\s]|"object"\s*:\s*"error"'
 _TELLING_TEXT = re.compile(_NAMES.decode())
-_COUNTS = ("usage", "speculation")
+_COUNTS = ("usage", "speculation", "metrics")
 
 
 def expected_choices(path: str, fields: Mapping[str, Any]) -> int:
@@ -144,13 +144,13 @@ def _last_members(content: bytes) -> dict[str, Any]:
 
 
 def read_counts(counts: Mapping[str, Any]) -> Delta:
-    """The `usage` and the `speculation` in an answer, each left out if it cannot be read."""
+    """The `usage` in an answer and what it says of speculation, each left out if it cannot be read."""
     usage: Usage | None = None
     speculation: Speculation | None = None
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
         usage = read_usage(given) if (given := counts.get("usage")) else None
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
-        speculation = read_speculation(given) if (given := counts.get("speculation")) else None
+        speculation = reported_speculation(counts, usage)
     return Delta(usage=usage, speculation=speculation)
 
 

@@ -79,7 +79,11 @@ class TorchBackend(ModelTokens):
         self._stop_ids = ids_of_end(loaded.target.module.generation_config, loaded.tokenizer)
         self._structured_outputs = StructuredOutputBuilder(self._tokenizer, loaded.target.vocab_size, self._stop_ids)
         context = EngineContext(
-            loaded.target, self._tokenizer, max_draft_tokens=settings.max_draft_tokens, draft_model=small
+            loaded.target,
+            self._tokenizer,
+            max_draft_tokens=settings.max_draft_tokens,
+            spec_decode_metrics=settings.per_request_spec_decode_metrics,
+            draft_model=small,
         )
         if settings.max_draft_tokens:
             logger.info("measuring how long forwards of %s take", loaded.name)

@@ -92,3 +92,31 @@ def test_the_default_model(shared_gateway: Any, default_model: Any) -> None:
         assert speculation["accepted"] > 8 and speculation["steps"] < 16
         chat = ask(client, "What is the capital of France?", max_tokens=12, temperature=0)
         assert "Paris" in chat.choices[0].message.content
+
+
+def test_answers_have_vllms_metrics_of_speculation_where_the_settings_ask_for_them(
+    gateway: Any, tiny_model: Path
+) -> None:
+    running = gateway({}, serving(str(tiny_model), per_request_spec_decode_metrics="detailed"))
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "again"}], "max_tokens": 24, "temperature": 0}
+
+    def answer(**fields: Any) -> Any:
+        return httpx.post(f"{running.url}/v1/chat/completions", json=body | fields, timeout=60)
+
+    answer()
+    told = answer().json()
+    found, steps = told["metrics"]["speculative_decoding"], told["speculation"]["steps"]
+    accepted, drafted = found.pop("per_step_accepted"), found.pop("per_step_drafted")
+    assert len(accepted) == len(drafted) == found["num_spec_steps"] <= steps
+    assert (found["num_accepted_draft_tokens"], found["num_draft_tokens"]) == (sum(accepted), sum(drafted))
+    assert sum(accepted) == told["speculation"]["accepted"] > 0 and sum(drafted) == told["speculation"]["drafted"]
+    histogram = found["acceptance_histogram"]
+    assert len(histogram) == found["num_spec_tokens"] + 1 and sum(histogram) == len(accepted)
+    assert sum(length * count for length, count in enumerate(histogram)) == sum(accepted)
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+    assert found["draft_acceptance_rate"] == sum(accepted) / sum(drafted)
+    assert set(told["speculation"]) == {"drafted", "accepted", "steps", "estimated_seconds_saved"}
+    streamed = answer(stream=True, stream_options={"include_usage": True}).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert [bool(event["choices"]) for event in events if "metrics" in event] == [False]
+    assert "metrics" not in answer(n=2).json() and "metrics" not in answer(stream=True).text

@@ -155,6 +155,21 @@ def test_a_gateway_behind_a_gateway(gateway: Any) -> None:
     assert outer.metric("agentspec_accepted_tokens_total", model=MODEL) == 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_vllm_reports_of_speculation_is_counted(gateway: Any, upstream: Any, stream: bool) -> None:
+    """vLLM counts the forwards with a draft alone: 3, where 20 - 12 wrote the answer."""
+    found = {"num_draft_tokens": 15, "num_accepted_draft_tokens": 12, "num_spec_steps": 3}
+    usage = {"prompt_tokens": 1, "completion_tokens": 20}
+    whole = {"choices": [], "usage": usage, "metrics": {"speculative_decoding": found}}
+    content = json.dumps(whole).encode()
+    kind = "text/event-stream" if stream else "application/json"
+    content = b"data: " + content + b"\n\ndata: [DONE]\n\n" if stream else content
+    outer = gateway(*passing(upstream(lambda request: request.answer(content, content_type=kind)).url))
+    assert httpx.post(f"{outer.url}{CHATS}", json=BODY | {"stream": stream}, timeout=60).content == content
+    counted = [outer.metric(f"agentspec_{name}_total", model=MODEL) for name in ("draft_tokens", "accepted_tokens")]
+    assert [*counted, outer.metric("agentspec_verify_steps_total", model=MODEL)] == [15, 12, 8]
+
+
 def test_a_sole_upstream_takes_any_model(gateway: Any, upstream: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "agentspec.proxy")
     server = upstream(lambda request: request.answer(b"{}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from agentspec.backends.torch.sampling.constraints import Constraints, Constrain
 from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.protocol.speculation import MeasuredSpeculation
 from agentspec.speculation.governor import Governor, LatencyGoal
 from agentspec.text import Detokenizer, StopScanner
 from agentspec.types import (
@@ -150,6 +151,7 @@ class EngineContext:
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
+    spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     draft_model: DraftModel | None = None
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
@@ -309,8 +311,14 @@ class Sequence:
         return delta
 
     def _speculation(self) -> Speculation | None:
-        done = self._speculator.speculation
-        return done if done is None or self._substitutes is None else self._substitutes.labelled(done)
+        done, context = self._speculator.speculation, self._context
+        if done is not None and self._substitutes is not None:
+            return self._substitutes.labelled(done)
+        if done is None or context.spec_decode_metrics == "none":
+            return done
+        counts = done.drafted, done.accepted, done.steps, done.estimated_seconds_saved
+        detailed = context.spec_decode_metrics == "detailed"
+        return MeasuredSpeculation(*counts, tuple(self._speculator.drafts), context.max_draft_tokens, detailed)
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
         sampling = self.request.sampling

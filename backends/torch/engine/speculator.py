@@ -79,6 +79,7 @@ class Speculator:
         self._accepted = 0
         self._steps = 0
         self._saved = 0.0
+        self.drafts: list[tuple[int, int]] = []  # tokens of each draft, and those of them that were accepted
         self._failed = False
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
@@ -120,6 +121,8 @@ class Speculator:
         self._steps += 1
         self._drafted += len(proposal)
         self._accepted += len(path)
+        if proposal:
+            self.drafts.append((len(proposal), len(path)))
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         counters = self._counters
         counters.steps += 1
