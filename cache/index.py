@@ -71,6 +71,9 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
 
 
+path_length = _native.path_length
+"""How many tokens of an output, from the first on, lie on a path of a draft, given its tokens and parents."""
+
 # Passages, for engines that find on the device where in them a text has got to.
 
 Passages = _native.Passages

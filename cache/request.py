@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.deletion import ContentFilter, Decode
-from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, propose_batch
+from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, path_length, propose_batch
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens, TokensLike, as_tokens, require_budget
 from agentspec.errors import CacheClosedError, InvalidRequestError
-from agentspec.types import Draft, Namespace, Source, path_length
+from agentspec.types import Draft, Namespace, Source
 
 ROUND = 32
 """Tokens that the drafter learns from at a time, before the session's index gets them."""
@@ -172,22 +172,20 @@ class CacheRequest:
         self._decode = decode
         self.partition = partition
         self._session = session
-        self._prompt_end = prompt[-DEPTH:].copy()
-        self._context = self._prompt_end
-        self._output: list[Tokens] = []
-        self._length = 0  # of the output
-        self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the output where they begin
+        self._text = prompt[-DEPTH:].copy()  # the end of the prompt and the output, with room for more
+        self._prompt_end = self._written = len(self._text)  # where the output begins, and ends so far
+        self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the text where they begin
         self._open = True
         self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
 
     @property
     def context(self) -> Tokens:
         """The last `DEPTH` tokens of prompt and output."""
-        return self._context
+        return self._text[max(0, self._written - DEPTH) : self._written]
 
     @property
     def output(self) -> Tokens:
-        return np.concatenate(self._output) if self._output else EMPTY
+        return self._text[self._prompt_end : self._written].copy()
 
     @property
     def drafter(self) -> IndexDrafter:
@@ -220,13 +218,13 @@ class CacheRequest:
         if patience is not None and not patience >= 0:
             raise InvalidRequestError(f"patience must be seconds, 0 or more, not {patience!r}", param="patience")
         self._leave_forgotten()
-        context = self._context
+        context = self.context
         if behind is not EMPTY:
             behind = as_tokens(behind, "behind")
             context = np.concatenate((context, behind))
         job = self.drafter, self._indexes, context, max_tokens, min_probability, bool(chain)
         [draft] = propose_batch([job], patience)
-        self._drafts[self._length + len(behind)] = draft
+        self._drafts[self._written + len(behind)] = draft
         return draft
 
     def extend(self, tokens: TokensLike, *, learn: bool = True) -> None:
@@ -247,12 +245,14 @@ class CacheRequest:
         self._leave_forgotten()
         self._count(tokens)
         if learn:
-            self.drafter.observe(self._indexes, self._context, tokens)
+            self.drafter.observe(self._indexes, self.context, tokens)
         if not self._session.forgotten:
             self._session.index.append(TRANSCRIPT, tokens)
-        self._context = np.concatenate((self._context, tokens))[-DEPTH:]
-        self._output.append(tokens.copy())
-        self._length += len(tokens)
+        end = self._written + len(tokens)
+        if end > len(self._text):
+            self._text = np.concatenate((self._text, np.empty(end, np.int32)))
+        self._text[self._written : end] = tokens
+        self._written = end
         self.pool.measure(self.partition, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
@@ -281,12 +281,12 @@ class CacheRequest:
             if self.store and self.share:
                 if not clean:
                     self.pool.count(partial=1)
-                elif self._output:
+                elif self._written > self._prompt_end:
                     self.pool.add_output(
                         self.partition,
                         self._session,
                         self.output,
-                        self._prompt_end,
+                        self._text[: self._prompt_end].copy(),
                         self._decode,
                         ended=ended,
                     )
@@ -313,8 +313,7 @@ class CacheRequest:
 
     def _count(self, committed: Tokens) -> None:
         """Count how many of the committed tokens each registered draft that begins among them had right."""
-        end = self._length + len(committed)
+        end = self._written + len(committed)
         for start in [start for start in self._drafts if start < end]:
             draft = self._drafts.pop(start)
-            output = committed[start - self._length :].tolist()
-            self.count_draft(len(draft), path_length(draft.tokens.tolist(), draft.parents.tolist(), output))
+            self.count_draft(len(draft), path_length(draft.tokens, draft.parents, committed[start - self._written :]))

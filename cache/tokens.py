@@ -65,7 +65,7 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         return EMPTY
     if array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
-    if array.dtype == np.int32 and int(array.view(np.uint32).max()) <= MOST_TOKEN:
+    if array.dtype == np.int32 and np.maximum.reduce(array.view(np.uint32)) <= MOST_TOKEN:
         return np.ascontiguousarray(array)  # the usual case: one pass finds what is too low and too high
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > MOST_TOKEN:

@@ -275,6 +275,12 @@ void bind_drafter(nb::module_& m) {
         .def_prop_ro("version", &Drafter::version)
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one
+    m.def(
+        "path_length",
+        [](const Input<Token>& tokens, const Input<Token>& parents, const Input<Token>& output) {
+            return path_length(view(tokens), view(parents), view(output));
+        },
+        "tokens"_a.noconvert(), "parents"_a.noconvert(), "output"_a.noconvert());
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 

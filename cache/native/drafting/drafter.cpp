@@ -1,12 +1,13 @@
 #include "drafting/drafter.hpp"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <queue>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 namespace agentspec {
@@ -61,6 +62,37 @@ public:
     void clear() { this->c.clear(); }
 };
 
+/// A lower bound of the probabilities that can be among the highest `most`, which rises with those seen.
+class Threshold {
+public:
+    Threshold(std::size_t most, double least) : left_(most), least_(least), bin_(bin(least)) {}
+
+    double least() const { return least_; }
+    /// Take note of a probability that is at least that.
+    void add(double probability) {
+        const std::size_t place = bin(probability);
+        ++counts_[place];
+        if (place == bin_ || --left_ > 0) return;
+        // All in higher bins than this one are enough: of what it holds nothing is needed.
+        left_ += counts_[++bin_];
+        least_ = std::bit_cast<double>(std::uint64_t{bin_ + kFirst} << kShift);
+    }
+
+private:
+    static constexpr int kShift = 50;  // four bins for a factor of two
+    static constexpr std::uint64_t kFirst = std::bit_cast<std::uint64_t>(kNegligible) >> kShift;
+    static constexpr std::size_t kBins = (std::bit_cast<std::uint64_t>(1.0) >> kShift) - kFirst + 1;
+
+    static std::size_t bin(double probability) {
+        return (std::bit_cast<std::uint64_t>(probability) >> kShift) - kFirst;
+    }
+
+    std::size_t left_;  // how many more in higher bins are enough
+    double least_;
+    std::size_t bin_;  // the lowest whose probabilities count
+    std::array<std::size_t, kBins + 1> counts_{};
+};
+
 /// What was learned, as far as a draft goes by it.
 struct Learned {
     const HitRates& rates;
@@ -68,37 +100,96 @@ struct Learned {
     const EndRates& ends;
 };
 
-/// Walks own memory, so they are kept from one draft to the next. A thread gets its own back if it can: they are in the
-/// cache of its core.
-class KeptWalks {
+/// The walks of a draft, with what they are of: who learns what came of the draft looks at the same levels.
+class Walks {
 public:
-    using Walks = std::deque<LevelWalk>;
-
-    KeptWalks() { kept_.reserve(kKeptSets); }
-
-    std::unique_ptr<Walks> take() {
-        const std::unique_lock lock(mutex_, std::try_to_lock);  // as in a child of a fork: it may never be free
-        if (!lock || kept_.empty()) return std::make_unique<Walks>();
-        const auto mine = std::ranges::find(kept_, std::this_thread::get_id(), &Kept::thread);
-        if (mine != kept_.end()) std::swap(*mine, kept_.back());
-        auto walks = std::move(kept_.back().walks);
-        kept_.pop_back();
-        return walks;
+    /// The walk of the context, in these indexes.
+    LevelWalk& start(const SearchedIndexes& searched, std::span<const Token> context) {
+        forget();
+        at(0).start(searched, context);
+        for (const IndexView& view : searched.views) snapshots_.push_back(view.snapshot().number);
+        sources_ = searched.sources;
+        return at(0);
     }
-    void give_back(std::unique_ptr<Walks> walks) {
-        if (walks->size() > kKeptWalks) walks->resize(kKeptWalks);
-        const std::unique_lock lock(mutex_, std::try_to_lock);
-        if (lock && kept_.size() < kKeptSets) kept_.push_back({std::this_thread::get_id(), std::move(walks)});
+    /// The walk of a further node of the tree.
+    LevelWalk& follow(int parent, Token token) {
+        nodes_.emplace_back(parent, token);
+        LevelWalk& walk = at(nodes_.size());  // may make room: walks stay where they are
+        walk.follow(of(parent), token);
+        return walk;
+    }
+    /// The same for a node that nobody will ask for, the nth such in a row.
+    LevelWalk& pass(const LevelWalk& before, Token token, std::size_t nth) {
+        LevelWalk& walk = at(nodes_.size() + 1 + nth % 2);
+        walk.follow(before, token);
+        return walk;
+    }
+    LevelWalk& of(int node) { return walks_[static_cast<std::size_t>(node + 1)]; }
+    /// The node of a token behind another node, if it has a walk.
+    std::optional<int> child(int node, Token token) const {
+        const auto found = std::ranges::find(nodes_, std::pair(node, token));
+        if (found == nodes_.end()) return {};
+        return static_cast<int>(found - nodes_.begin());
+    }
+    /// Whether they are of this context, in the same snapshots of the same indexes.
+    bool are_of(const SearchedIndexes& searched, std::span<const Token> context) const {
+        const auto same = [](const IndexView& view, std::uint64_t number) { return view.snapshot().number == number; };
+        return !snapshots_.empty() && sources_ == searched.sources && walks_[0].query().is(context) &&
+               std::ranges::equal(searched.views, snapshots_, same);
+    }
+    bool are_free() const { return snapshots_.empty(); }
+    void forget() {
+        snapshots_.clear();
+        nodes_.clear();
+        if (walks_.size() > kKeptWalks) walks_.resize(kKeptWalks);
     }
 
 private:
-    struct Kept {
-        std::thread::id thread;
-        std::unique_ptr<Walks> walks;
-    };
+    LevelWalk& at(std::size_t place) {
+        while (walks_.size() <= place) walks_.emplace_back();
+        return walks_[place];
+    }
+
+    std::vector<std::uint64_t> snapshots_;  // their numbers: what these walks point to is there as long as these are
+    std::vector<int> sources_;
+    std::deque<LevelWalk> walks_;  // of the context, then of the nodes
+    std::vector<std::pair<int, Token>> nodes_;  // parent and token of each
+};
+
+/// Walks own memory, so they are kept from one draft to the next.
+class KeptWalks {
+public:
+    KeptWalks() { kept_.reserve(kKeptSets + 1); }
+
+    /// Walks to begin with: those last used of what nobody will ask for, else what waited longest.
+    std::unique_ptr<Walks> take() {
+        const std::unique_lock lock(mutex_, std::try_to_lock);  // as in a child of a fork: it may never be free
+        if (!lock) return std::make_unique<Walks>();
+        const auto free = std::find_if(kept_.rbegin(), kept_.rend(), [](const auto& one) { return one->are_free(); });
+        if (free != kept_.rend()) return taken(std::prev(free.base()));
+        return kept_.size() < kKeptSets ? std::make_unique<Walks>() : taken(kept_.begin());
+    }
+    /// The walks of a draft for this context, if it was the last; nullptr else.
+    std::unique_ptr<Walks> take(const SearchedIndexes& searched, std::span<const Token> context) {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (!lock) return nullptr;
+        const auto found = std::ranges::find_if(kept_, [&](const auto& one) { return one->are_of(searched, context); });
+        return found == kept_.end() ? nullptr : taken(found);
+    }
+    void give_back(std::unique_ptr<Walks> walks) {
+        const std::unique_lock lock(mutex_, std::try_to_lock);
+        if (lock && kept_.size() < kKeptSets) kept_.push_back(std::move(walks));
+    }
+
+private:
+    std::unique_ptr<Walks> taken(std::vector<std::unique_ptr<Walks>>::iterator place) {
+        auto walks = std::move(*place);
+        kept_.erase(place);
+        return walks;
+    }
 
     std::mutex mutex_;
-    std::vector<Kept> kept_;
+    std::vector<std::unique_ptr<Walks>> kept_;
 };
 
 KeptWalks& kept_walks() {
@@ -119,7 +210,7 @@ public:
 
     DraftTree grow(const SearchedIndexes& searched, std::span<const Token> context) {
         if (max_tokens_ == 0 || context.empty()) return {};
-        walk(-1).start(searched, context);
+        walks_->start(searched, context);
         reaches_.push_back({1.0, 1.0, 0});
         wait(-1);
         while (tree_.tokens.size() < max_tokens_ && !over() && find()) add(take());
@@ -131,13 +222,6 @@ private:
         double probability, corrected;
         int depth;
     };
-
-    /// A chain looks back one node only, so that two walks do, which stay in the processor's cache.
-    LevelWalk& walk(int node) {
-        const std::size_t place = chain_ ? (node + 1) % 2 : node + 1;
-        if (walks_->size() <= place) walks_->emplace_back();
-        return (*walks_)[place];
-    }
 
     bool over() const { return until_ && std::chrono::steady_clock::now() >= *until_; }
     double best() const { return open_.empty() ? kNegligible : open_.top().probability; }
@@ -163,27 +247,30 @@ private:
     /// Leave the levels that a node has left until they are worth it.
     void wait(int node) {
         const Reach& reach = reaches_[node + 1];
-        const double bound = reach.probability * walk(node).bound(learned_.rates);
+        const double bound = reach.probability * walks_->of(node).bound(learned_.rates);
         if (bound >= kAlmost * kNegligible && reach.corrected >= floor_) branches_.push({bound, node});
     }
 
     /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
     void expand(int node) {
         Reach& reach = reaches_[node + 1];
+        const LevelWalk& walk = walks_->of(node);
         const auto worth = [&](double bound) { return reach.probability * bound >= kAlmost * best(); };
-        const Level* level = walk(node).next(learned_.rates, worth);
+        const Level* level = walks_->of(node).next(learned_.rates, worth);
         if (level == nullptr) return;
         const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
-        const Symbol& leader = level->leader();
+        const Symbol& leader = walk.leader(*level);
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
         const double scale = reach.probability * rate / level->weights(), reported = reach.corrected * corrected;
         const double reported_scale =
             lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
-        for (const Symbol& symbol : level->symbols) {
+        for (const Symbol& symbol : walk.symbols(*level)) {
             const double weight = level->weight(symbol), probability = scale * weight;
+            if (probability < least_.least()) continue;
             const double reported_here = &symbol == &leader ? reported * reported_lead : reported_scale * weight;
-            if (probability < kNegligible || reported_here < floor_) continue;
+            if (reported_here < floor_) continue;
+            if (!chain_) least_.add(probability);
             open_.push(
                 {probability, reported_here, node, symbol.token, kLengths[level->key.length], level->key.source});
         }
@@ -209,8 +296,7 @@ private:
         if (tree_.tokens.size() == max_tokens_) return;
         const double goes_on = learned_.ends.goes_on(best.token);
         reaches_.push_back({best.probability * goes_on, best.corrected * goes_on, reaches_[best.parent + 1].depth + 1});
-        LevelWalk& further = walk(node);  // may make room: walks stay where they are
-        further.follow(walk(best.parent), best.token);
+        walks_->follow(best.parent, best.token);
         wait(node);
     }
 
@@ -221,12 +307,24 @@ private:
     Deadline until_;
     DraftTree tree_;
     std::vector<Reach> reaches_;  // of the context and of each node
-    std::unique_ptr<std::deque<LevelWalk>> walks_ = kept_walks().take();  // likewise
+    std::unique_ptr<Walks> walks_ = kept_walks().take();  // likewise
+    Threshold least_{max_tokens_, kNegligible};
     Heap<Candidate> open_;
     Heap<Branch> branches_;
 };
 
 }  // namespace
+
+std::size_t path_length(std::span<const Token> tokens, std::span<const Token> parents, std::span<const Token> output) {
+    Token node = -1;
+    for (std::size_t count = 0; count < output.size(); ++count) {
+        std::size_t child = static_cast<std::size_t>(node + 1);
+        while (child < tokens.size() && (parents[child] != node || tokens[child] != output[count])) ++child;
+        if (child >= tokens.size()) return count;
+        node = static_cast<Token>(child);
+    }
+    return output.size();
+}
 
 DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const Token> context, std::size_t max_tokens,
                          double min_probability, bool chain, const Deadline& until) const {
@@ -306,20 +404,24 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
     for (std::size_t i = 0; i < indexes.size(); ++i) {
         lesson.hits_.push_back({indexes[i].index, searched.views[i].generation(), {}});
     }
-    auto walks = kept_walks().take();
-    walks->resize(std::max<std::size_t>(2, walks->size()));
+    auto walks = kept_walks().take(searched, context);
+    if (!walks) {
+        walks = kept_walks().take();
+        walks->start(searched, context);
+    }
+    std::optional<int> node = -1;  // none: none that the draft has
+    LevelWalk* walk = &walks->of(-1);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-        LevelWalk& walk = (*walks)[i % 2];
-        if (i == 0) {
-            walk.start(searched, context);
-        } else {
-            walk.follow((*walks)[(i - 1) % 2], tokens[i - 1]);
+        if (i > 0) {
+            if (node) node = walks->child(*node, tokens[i - 1]);
+            walk = node ? &walks->of(*node) : &walks->pass(*walk, tokens[i - 1], i);
         }
-        while (const Level* level = walk.next()) {
-            const auto found = std::find_if(level->symbols.begin(), level->symbols.end(),
-                                            [&](const Symbol& symbol) { return symbol.token == tokens[i]; });
-            const bool hit = found != level->symbols.end();
-            const Symbol& leader = level->leader();
+        walk->resume(searched);
+        for (std::size_t nth = 0; const Level* level = walk->level(nth); ++nth) {
+            const std::span<const Symbol> symbols = walk->symbols(*level);
+            const auto found = std::ranges::find(symbols, tokens[i], &Symbol::token);
+            const bool hit = found != symbols.end();
+            const Symbol& leader = walk->leader(*level);
             const double lead = level->weight(leader) / level->weights();
             lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
@@ -327,6 +429,7 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
             break;
         }
     }
+    walks->forget();
     kept_walks().give_back(std::move(walks));
     return lesson;
 }

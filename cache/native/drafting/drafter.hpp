@@ -25,6 +25,9 @@ struct DraftTree {
     std::vector<std::uint8_t> sources;
 };
 
+/// How many tokens of `output`, from the first on, lie on a path of the tree of these tokens and parents.
+std::size_t path_length(std::span<const Token> tokens, std::span<const Token> parents, std::span<const Token> output);
+
 /// Makes drafts, and learns how reliable each kind of level is. Safe to use from several threads at once. Neither waits
 /// for the other: what is to be learned while drafts are made is put off, until the next call that can.
 class Drafter {

@@ -3,21 +3,6 @@
 #include <algorithm>
 
 namespace agentspec {
-namespace {
-
-constexpr int kOffered = -1, kUnseen = -2;
-
-}  // namespace
-
-const Symbol& Level::leader() const {
-    const Symbol* leader = &symbols.front();
-    for (const Symbol& symbol : symbols) {
-        const double x = weight(symbol), y = weight(*leader);
-        if (x > y || (x == y && symbol.token < leader->token)) leader = &symbol;
-    }
-    return *leader;
-}
-
 void TokenSlots::clear() {
     if (++stamp_ == 0) {
         std::fill(entries_.begin(), entries_.end(), Entry{});
@@ -28,16 +13,17 @@ void TokenSlots::clear() {
 
 TokenSlots::Entry& TokenSlots::locate(Token token) {
     Entry* const entries = entries_.data();
-    std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask_;
-    while (entries[place].stamp == stamp_ && entries[place].token != token) place = (place + 1) & mask_;
+    const std::size_t mask = entries_.size() - 1;
+    std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask;
+    while (entries[place].stamp == stamp_ && entries[place].token != token) place = (place + 1) & mask;
     return entries[place];
 }
 
-int& TokenSlots::find_or_add(Token token, int fresh) {
-    if (2 * size_ > mask_) grow();
+inline std::size_t TokenSlots::find_or_add(Token token, std::size_t fresh) {
+    if (2 * size_ >= entries_.size()) grow();
     Entry& entry = locate(token);
     if (entry.stamp != stamp_) {
-        entry = {token, stamp_, fresh};
+        entry = {token, stamp_, static_cast<std::uint32_t>(fresh)};
         ++size_;
     }
     return entry.slot;
@@ -46,7 +32,6 @@ int& TokenSlots::find_or_add(Token token, int fresh) {
 void TokenSlots::grow() {
     std::vector<Entry> old(2 * entries_.size());
     old.swap(entries_);
-    mask_ = entries_.size() - 1;
     for (const Entry& entry : old) {
         if (entry.stamp == stamp_) locate(entry.token) = entry;
     }
@@ -76,7 +61,8 @@ void LevelWalk::follow(const LevelWalk& before, Token token) {
 
 void LevelWalk::restart() {
     slots_.clear();
-    level_.symbols.clear();
+    symbols_.clear();
+    levels_.clear();
     shorten();
 }
 
@@ -95,24 +81,33 @@ void LevelWalk::begin(std::size_t view, const Matches* before) {
             matches.runs.emplace_back(index.log(), *index.runs()[r], end, most);
         }
     }
-    matches.tail.start(index.log(), index.tail(), end, before ? std::min(before->tail.longest() + 1, most) : most);
+    matches.tail.start(index.log(), index.snapshot(), end, before ? std::min(before->tail.longest() + 1, most) : most);
 }
 
-const Level* LevelWalk::next() {
-    for (; length_ > 0; shorten()) {
+const Level* LevelWalk::level(std::size_t nth) {
+    for (; nth == levels_.size() && length_ > 0; shorten()) {
         if (const Level* level = next_of_length()) return level;
     }
-    return nullptr;
+    return nth < levels_.size() ? &levels_[nth] : nullptr;
+}
+
+const Symbol& LevelWalk::leader(const Level& level) const {
+    const Symbol* leader = &symbols_[level.begin];
+    for (const Symbol& symbol : symbols(level)) {
+        const double x = level.weight(symbol), y = level.weight(*leader);
+        if (x > y || (x == y && symbol.token < leader->token)) leader = &symbol;
+    }
+    return *leader;
 }
 
 /// The next index, of those left, that offers anything new at the present length.
 const Level* LevelWalk::next_of_length() {
-    for (; view_ < matches_.size(); ++view_) {
-        if (matches_[view_].next() < length_) continue;
-        widen(view_, length_);
-        if (level_.symbols.empty()) continue;
-        ++view_;
-        return &level_;
+    while (view_ < matches_.size()) {
+        const std::size_t view = view_++;
+        if (matches_[view].next() < length_) continue;
+        widen(view, length_);
+        if (levels_.back().end > levels_.back().begin) return &levels_.back();
+        levels_.pop_back();
     }
     return nullptr;
 }
@@ -127,43 +122,45 @@ void LevelWalk::shorten() {
 
 double LevelWalk::bound(const HitRates& rates) const {
     if (length_ == 0) return 0.0;
-    return rates.bound(searched_->sources, length_index(length_), static_cast<int>(slots_.size()));
+    return rates.bound(searched_->sources, length_index(length_), static_cast<int>(symbols_.size()));
 }
 
-inline void LevelWalk::offer(Token token, Position position, double weight) {
-    int& slot = slots_.find_or_add(token, kUnseen);
-    if (slot == kOffered) return;
-    if (slot == kUnseen) {
-        slot = static_cast<int>(level_.symbols.size());
-        level_.symbols.push_back({token, 0.0, 0});
-    }
-    Symbol& symbol = level_.symbols[slot];
-    symbol.count += weight;
-    symbol.newest = std::max(symbol.newest, position);
-    level_.key.total += weight;
-    level_.newest = std::max(level_.newest, position);
-}
-
-/// Make level_ the matches of at least `length` tokens in one index.
+/// Add a level: the matches of at least `length` tokens in one index, which may offer nothing new.
 void LevelWalk::widen(std::size_t view, int length) {
-    for (const Symbol& symbol : level_.symbols) slots_.find_or_add(symbol.token, kOffered) = kOffered;
-    level_.symbols.clear();
-    level_.view = static_cast<int>(view);
-    level_.newest = 0;
-    level_.key = {searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(slots_.size())};
-
+    const std::size_t known = symbols_.size();
     Matches& matches = matches_[view];
     const IndexView& index = searched_->views[view];
-    const auto offer_living = [&](Token token, Position position, double weight) {
-        if (!index.is_dead(position)) offer(token, position, weight);
+    Token last = kBoundary;  // the last token offered: the next is most often the same
+    std::size_t slot = 0;    // of it
+    const auto offer = [&](Token token, Position position, double weight) {
+        if (index.is_dead(position)) return;
+        if (token != last) {
+            last = token;
+            slot = slots_.find_or_add(token, symbols_.size());
+            if (slot == symbols_.size()) symbols_.push_back({token, 0, 0.0});
+        }
+        if (slot < known) return;  // a longer match offered it
+        Symbol& symbol = symbols_[slot];
+        symbol.count += weight;
+        symbol.newest = std::max(symbol.newest, position);
     };
     for (RunMatches& run : matches.runs) {
-        if (run.next() >= length) run.widen(length, searched_->scan_limit, offer_living);
+        if (run.next() >= length) run.widen(length, searched_->scan_limit, offer);
     }
     if (matches.tail.next() >= length) {
-        matches.tail.widen(length, [&](Token token, Position position) { offer_living(token, position, 1.0); });
+        matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });
     }
-    level_.key.distinct = static_cast<int>(level_.symbols.size());
+    Level level{{searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(known)},
+                static_cast<int>(view),
+                0,
+                known,
+                symbols_.size()};
+    level.key.distinct = static_cast<int>(level.end - level.begin);
+    for (const Symbol& symbol : symbols(level)) {
+        level.key.total += symbol.count;
+        level.newest = std::max(level.newest, symbol.newest);
+    }
+    levels_.push_back(level);
 }
 
 }  // namespace agentspec

@@ -2,7 +2,9 @@
 // symbols that no level before it offered.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "drafting/hit_rates.hpp"
@@ -17,8 +19,8 @@ inline constexpr double kRecencyBonus = 1.0;  // extra occurrences credited to a
 
 struct Symbol {
     Token token;
-    double count;
     Position newest;  // in its level's index
+    double count;
 };
 
 /// The symbols first offered at this level, and the key of its hit rate.
@@ -26,13 +28,11 @@ struct Level {
     LevelKey key;
     int view;                 // place of the index among those searched
     Position newest;          // newest occurrence of any of the symbols
-    std::vector<Symbol> symbols;
+    std::size_t begin, end;   // of its symbols among those of the walk
 
     /// A symbol's count, with a bonus for the most recent. Symbols share the level's probability by weight.
     double weight(const Symbol& symbol) const { return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0); }
     double weights() const { return key.total + kRecencyBonus; }
-    /// The symbol of the greatest weight; of equals the symbol with the lowest id.
-    const Symbol& leader() const;
 };
 
 /// An index, and the Draft.source value of its tokens.
@@ -41,26 +41,23 @@ struct SourcedIndex {
     int source;
 };
 
-/// A small set of tokens with a slot number each; clearing is free but once in 2^32 times.
+/// A number for each of a few tokens; clearing is free but once in 2^32 times.
 class TokenSlots {
 public:
-    TokenSlots() : entries_(64), mask_(63) {}
     void clear();
-    /// The slot of `token`, inserted with the value `fresh` if it was missing.
-    int& find_or_add(Token token, int fresh);
-    std::size_t size() const { return size_; }
+    /// The number of `token`, which is `fresh` if it had none.
+    std::size_t find_or_add(Token token, std::size_t fresh);
 
 private:
     struct Entry {
         Token token = 0;
         Stamp stamp = 0;
-        int slot = 0;
+        std::uint32_t slot = 0;
     };
     Entry& locate(Token token);
     void grow();
 
-    std::vector<Entry> entries_;  // a power of two
-    std::size_t mask_;            // their number, less one
+    std::vector<Entry> entries_ = std::vector<Entry>(64);  // a power of two
     Stamp stamp_ = 1;  // of the entries that count; 0: none
     std::size_t size_ = 0;
 };
@@ -72,18 +69,22 @@ struct SearchedIndexes {
     std::uint32_t scan_limit;   // of more new matches than this in a run an even sample is looked at
 };
 
-/// Walks the levels of one context, longest match first, earlier indexes first at each length. Reusable: it begins anew
-/// with `start` or `follow`.
+/// Walks the levels of one context, longest match first, earlier indexes first at each length, and keeps them.
+/// Reusable: it begins again with `start` or `follow`.
 class LevelWalk {
 public:
     void start(const SearchedIndexes& searched, std::span<const Token> context);
     /// Begin at the context of `before` extended by `token`. Matches are one token longer than they were there, so that
     /// most searches can wait.
     void follow(const LevelWalk& before, Token token);
+    /// Go on in other views of the same snapshots.
+    void resume(const SearchedIndexes& searched) { searched_ = &searched; }
 
-    /// The next level that offers anything new, or nullptr. Valid until the next call.
-    const Level* next();
-    /// Like `next`, but returns nullptr for now if `worth(rate)` is false for the highest hit rate of the levels left.
+    /// The nth level, which is looked for if it was not yet; nullptr where there are fewer. Valid until another is
+    /// looked for.
+    const Level* level(std::size_t nth);
+    /// The next level that was not looked for yet, or nullptr if there is none, or for now, if `worth(rate)` is false
+    /// for the highest hit rate of the levels left.
     template <class Worth>
     const Level* next(const HitRates& rates, Worth&& worth) {
         while (length_ > 0 && worth(bound(rates))) {
@@ -94,6 +95,13 @@ public:
     }
     /// Upper bound of the hit rates of the levels left; 0 if none is left.
     double bound(const HitRates& rates) const;
+
+    std::span<const Symbol> symbols(const Level& level) const {
+        return std::span(symbols_).subspan(level.begin, level.end - level.begin);
+    }
+    /// The symbol of the greatest weight; of equals the symbol with the lowest id.
+    const Symbol& leader(const Level& level) const;
+    const Query& query() const { return query_; }
 
 private:
     struct Matches {  // one index's matches of the query
@@ -107,13 +115,13 @@ private:
     void widen(std::size_t view, int length);
     const Level* next_of_length();
     void shorten();
-    void offer(Token token, Position position, double weight);
 
     const SearchedIndexes* searched_ = nullptr;
     Query query_;
     std::vector<Matches> matches_;
-    TokenSlots slots_;  // slot in level_.symbols, or kOffered
-    Level level_;
+    TokenSlots slots_;  // places in symbols_
+    std::vector<Symbol> symbols_;  // of all levels
+    std::vector<Level> levels_;
     int length_ = 0;
     std::size_t view_ = 0;
 };

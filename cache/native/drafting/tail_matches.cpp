@@ -3,21 +3,32 @@
 #include <algorithm>
 
 namespace agentspec {
+namespace {
 
-void TailMatches::start(LogView log, std::span<const Position> tail, const Token* query_end, int most) {
+constexpr std::size_t kTogether = 16;  // tokens compared at a time
+
+}  // namespace
+
+void TailMatches::start(LogView log, const Snapshot& snapshot, const Token* query_end, int most) {
     log_ = log;
-    tail_ = tail;
+    tail_ = snapshot.newest();
+    before_ = snapshot.tail ? snapshot.tail->before() : nullptr;
     query_end_ = query_end;
-    next_ = tail.empty() ? 0 : std::max(most, shared_context(log + tail.front(), query_end));
+    next_ = tail_.empty() ? 0 : std::max(most, shared_context(log + tail_.front(), query_end));
     longest_ = next_;
     searched_ = false;
 }
 
 void TailMatches::search() {
     matches_.clear();
-    for (const Position position : tail_) {
-        if (log_[position - 1] != query_end_[-1]) continue;
-        matches_.push_back({position, shared_context(log_ + position, query_end_)});
+    const Token last = query_end_[-1];
+    for (std::size_t begin = 0; begin < tail_.size(); begin += kTogether) {
+        const std::size_t end = std::min(begin + kTogether, tail_.size());
+        int found = 0;
+        for (std::size_t i = begin; i < end; ++i) found |= before_[i] == last;
+        for (std::size_t i = begin; found && i < end; ++i) {
+            if (before_[i] == last) matches_.push_back({tail_[i], shared_context(log_ + tail_[i], query_end_)});
+        }
     }
     std::sort(matches_.begin(), matches_.end(), [](const Match& a, const Match& b) {
         return a.shared != b.shared ? a.shared > b.shared : a.position > b.position;

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "index/snapshot.hpp"
 #include "index/sorted_run.hpp"
 
 namespace agentspec {
@@ -12,7 +13,7 @@ namespace agentspec {
 class TailMatches {
 public:
     /// `most`: only the oldest position may share more tokens.
-    void start(LogView log, std::span<const Position> tail, const Token* query_end, int most);
+    void start(LogView log, const Snapshot& snapshot, const Token* query_end, int most);
 
     /// The longest shared context; before the first search an upper bound.
     int longest() const { return longest_; }
@@ -39,6 +40,7 @@ private:
 
     LogView log_;
     std::span<const Position> tail_;
+    const Token* before_ = nullptr;  // the token before each
     const Token* query_end_ = nullptr;
     int longest_ = 0, next_ = 0;
     bool searched_ = false;

@@ -20,6 +20,11 @@ void Query::assign(std::span<const Token> context) {
     std::copy(context.end() - length_, context.end(), out);
 }
 
+bool Query::is(std::span<const Token> context) const {
+    const std::span<const Token> last = context.last(std::min<std::size_t>(context.size(), kDepth));
+    return std::equal(last.begin(), last.end(), end() - length_, end());
+}
+
 void Query::follow(const Query& before, Token token) {
     length_ = std::min(before.length_ + 1, kDepth);
     Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);

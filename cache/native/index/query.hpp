@@ -16,6 +16,8 @@ public:
     explicit Query(std::span<const Token> context = {}) { assign(context); }
     const Token* end() const { return buffer_ + kPadding; }
     int length() const { return length_; }
+    /// Whether this is the query for the last tokens of `context`.
+    bool is(std::span<const Token> context) const;
     /// Make this the query for the last tokens of `context`.
     void assign(std::span<const Token> context);
     /// Make this the query `before` followed by `token`.

@@ -64,7 +64,9 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
     auto tail = tail_ ? std::make_shared<Tail>(tail_limit_, account_) : nullptr;
     std::size_t tail_size = 0;
     for (const Position position : this->tail()) {
-        if (!log_->is_dead(position)) tail->set(tail_size++, *relocation.moved(position));
+        if (log_->is_dead(position)) continue;
+        const Position to = *relocation.moved(position);
+        tail->set(tail_size++, to, (*log)[to - 1]);
     }
     for (const Span& span : buried_) {
         const Position to = *relocation.moved(span.begin);

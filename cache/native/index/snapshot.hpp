@@ -18,16 +18,23 @@ public:
     Tail(std::size_t capacity, const std::shared_ptr<Account>& account)
         : capacity_(capacity),
           positions_(new Position[capacity]),
-          charge_(account, capacity * sizeof(Position) + sizeof(Tail)) {}
+          before_(new Token[capacity]),
+          charge_(account, capacity * (sizeof(Position) + sizeof(Token)) + sizeof(Tail)) {}
 
     std::size_t capacity() const { return capacity_; }
     std::size_t memory_bytes() const { return charge_.bytes(); }
     std::span<const Position> first(std::size_t count) const { return {positions_.get(), count}; }
-    void set(std::size_t place, Position position) { positions_[place] = position; }
+    /// The token before each of the positions.
+    const Token* before() const { return before_.get(); }
+    void set(std::size_t place, Position position, Token before) {
+        positions_[place] = position;
+        before_[place] = before;
+    }
 
 private:
     std::size_t capacity_;
     std::unique_ptr<Position[]> positions_;
+    std::unique_ptr<Token[]> before_;
     Charge charge_;
 };
 
@@ -38,6 +45,7 @@ struct Snapshot {
     std::size_t tail_size;
     std::shared_ptr<const StartSet> starts;
     std::uint64_t generation;  // of the log: positions of another mean other tokens
+    std::uint64_t number;      // of this snapshot, among those of all indexes
 
     /// What its parts take, and nothing else that is on their account.
     std::size_t memory_bytes() const {

@@ -138,7 +138,10 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
     live_ += end - begin;
     worked(end - begin);
     if (!runs) {
-        for (Position position = begin; position < end; ++position) tail_->set(tail_size_++, position);
+        const LogView log = log_->view();
+        for (Position position = begin; position < end; ++position) {
+            tail_->set(tail_size_++, position, log[position - 1]);
+        }
         return;
     }
     retired_.push_back(std::exchange(tail_, nullptr));
@@ -149,7 +152,8 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
 
 /// Let readers see a change that was prepared.
 void SuffixIndex::publish() {
-    *blank_ = {log_, runs_, tail_, tail_size_, starts_, generation_};
+    static std::atomic<std::uint64_t> numbers{0};
+    *blank_ = {log_, runs_, tail_, tail_size_, starts_, generation_, ++numbers};
     std::shared_ptr<const Snapshot> next = std::exchange(blank_, nullptr);
     {
         const std::lock_guard lock(publishing_);

@@ -326,7 +326,7 @@ public:
 
     LogView log() const { return log_; }
     const Runs& runs() const { return *snapshot_->runs; }
-    std::span<const Position> tail() const { return snapshot_->newest(); }
+    const Snapshot& snapshot() const { return *snapshot_; }
     /// Whether a piece may begin after these two tokens. Matches at all other positions extend a match of the query one
     /// token shorter.
     bool may_start(std::uint64_t pair) const { return snapshot_->starts && snapshot_->starts->contains(pair); }
