@@ -49,7 +49,7 @@ def open_router(settings: DrafterSettings, model: Any, place: str) -> CacheRoute
     logger.info(
         "agentspec drafts for this server, %s: %s, %s in memory, tenant %r",
         place,
-        without_password(str(chosen.path)) if chosen.path else "nothing kept on disk (AGENTSPEC_CACHE_PATH is not set)",
+        without_password(str(chosen.path)) if chosen.path else "this process alone (AGENTSPEC_CACHE_PATH is not set)",
         chosen.memory_bytes.human_readable(),
         settings.tenant,
     )
