@@ -15,7 +15,7 @@ import torch
 
 from agentspec.backends.vllm.runner_v2.matching import DEPTH, last_sampled
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens, shared_by_ranks
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
 from agentspec.backends.vllm.runner_v2.verification import CertainDrafts, strict_rejection
 from agentspec.cache.tokens import Tokens
 
@@ -153,9 +153,9 @@ class HybridSpeculator(PassageSpeculator):
             count = how.get("num_speculative_tokens", self.num_speculative_steps)
             with self._failures.caught():
                 ours = self._better(self._retriever, input_batch, num_sampled, rows, model, count, follow)
-        ours = shared_by_ranks(ours)
+        ours = self.shared(ours)
         if self._adaptive:
-            shared_by_ranks(self._model.draft_token_confidence_probs)
+            self.shared(self._model.draft_token_confidence_probs)
         used = ours[:, :1] >= 0
         self._last_used.index_copy_(0, rows, used[:, 0])
         return torch.where(used, ours, model)
@@ -182,11 +182,11 @@ class HybridSpeculator(PassageSpeculator):
         self._send(
             retriever, self._noted(own, lengths, rows, sampled), requests, model.shape[1]
         )  # first: what follows may fail
-        self._upload(retriever, requests, batch.idx_mapping_np.tolist())
+        self._upload(retriever)
         ours = torch.zeros_like(model)
-        mapping, ends = batch.idx_mapping[: len(requests)], self._ends[: len(requests)]
-        match = self._match(own, lengths, mapping, sampled, self._passages, ours, ends)
-        match = torch.where(sampled[: len(requests)] > 0, match, 0)
+        ends, matches = self._ends, self._matches
+        self._match(own, lengths, batch.idx_mapping, sampled, self._passages, ours, ends, matches)
+        match = torch.where(sampled[: len(requests)] > 0, matches[: len(requests)], 0)
         used = match >= self._to_device(torch.tensor(enough, dtype=torch.int64))
         for kept, new in (
             (self._last_ours, ours),
@@ -197,7 +197,7 @@ class HybridSpeculator(PassageSpeculator):
             kept.index_copy_(0, rows, new.to(kept.dtype))
         if self._adaptive:
             texts = rows, lengths.index_select(0, rows)
-            self._confidence.observe(*texts, sampled[: len(rows)], ends[:, -1])
+            self._confidence.observe(*texts, sampled[: len(rows)], ends[: len(rows), -1])
             confidence = self._confidence.of(*texts, torch.where(used, match, 0), ours)
             theirs = self._model.draft_token_confidence_probs[: len(rows)]
             theirs.copy_(torch.where(used[:, None], confidence, theirs))
@@ -243,7 +243,7 @@ class HybridSpeculator(PassageSpeculator):
         """Learn which draft was right, and take in the tokens."""
         verified: list[tuple[PassageRequest, Tokens]] = []
         others: list[tuple[PassageRequest, Tokens]] = []
-        news = zip(requests, sampled.rows(), sampled.notes(_NOTES), strict=True)
+        news = zip(requests, *sampled.take(len(requests), _NOTES), strict=True)
         for request, tokens, (known, match, used, count, ours, model) in news:
             if request is None:
                 continue

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 NO_TOKEN = -1
 _ROWS, _OVERLAP = 4, 16
 STEPS_BEHIND = 3
 """Steps whose tokens were unknown when the passages that are used were searched for, at most: with asynchronous
 scheduling one is computed while the next is being prepared, and the search takes less than a third."""
 _STEPS_MORE = 2  # until the next search, where the text goes on like a passage
-
-Rows = NDArray[np.int32]
 
 
 class PassageShape(NamedTuple):

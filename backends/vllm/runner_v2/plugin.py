@@ -37,7 +37,7 @@ REQUIREMENTS = (
     Requirement(_RUNNER, "GPUModelRunner", ("speculator", "req_states")),
     Requirement(_RUNNER, "GPUModelRunner.add_requests", ("scheduler_output",)),
     Requirement(_RUNNER, "GPUModelRunner.finish_requests", ("scheduler_output",)),
-    Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len")),
+    Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len", "req_id_to_index")),
     Requirement(
         "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
     ),
@@ -212,15 +212,16 @@ def listen_to_scheduler() -> None:
 
 
 def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """`original`, with `hook` called before it for runners with a speculator of ours."""
+    """`original`, with `hook` called after it for runners with a speculator of ours."""
     from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 
     def method(self: Any, scheduler_output: Any) -> Any:
+        result = original(self, scheduler_output)
         speculator = getattr(self, "speculator", None)
         ours = getattr(speculator, BESIDE, speculator)
         if isinstance(ours, PassageSpeculator):
             hook(ours, scheduler_output)
-        return original(self, scheduler_output)
+        return result
 
     return method
 

@@ -1,24 +1,27 @@
 """The host's part: follows the outputs as they become known, records them, and retrieves passages from the cache.
 
 A thread of its own does all of this between the engine's steps. The engine's thread hands over what is on its way from
-the device, and takes the passages that are ready: it waits for no search.
+the device, and takes the passages that are ready, in tensors as it needs them: it waits for no search.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from agentspec.backends.engine_plugin.recorder import CLOSE_SECONDS, Open, OutputUpdate, RecordingDrafter
 from agentspec.backends.engine_plugin.request_state import Deletions, Ending, RequestInfo, RequestState
-from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows
+from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.cache.index import PassageJob, Passages, find_passages
 from agentspec.cache.tokens import EMPTY, Tokens
 
@@ -26,15 +29,31 @@ logger = logging.getLogger(__name__)
 
 
 class PassageRequest:
-    """A request: its state, its text as far as the host knows it, and the passages found last, which never change."""
+    """A request: its state, its text as far as the host knows it, and its row on the device."""
 
-    __slots__ = ("deletions", "drafted", "passages", "preempted", "state", "text")
+    __slots__ = ("drafted", "preempted", "row", "state", "text")
 
-    def __init__(self, state: RequestState, text: Passages, passages: Rows) -> None:
-        self.state, self.text, self.passages = state, text, passages
+    def __init__(self, state: RequestState, text: Passages, row: int) -> None:
+        self.state, self.text, self.row = state, text, Row(row)
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins again, with its output so far
-        self.deletions = Deletions.count  # before its passages were searched for
+
+
+@dataclass(slots=True)
+class Row:
+    """The row of one request, which another request may get once it is `over`."""
+
+    number: int
+    over: bool = False
+
+
+class Found(NamedTuple):
+    """Passages (rows, all their tokens), int32, for rows with these `numbers`, by a search after so many deletions."""
+
+    rows: Sequence[Row]
+    numbers: torch.Tensor
+    passages: torch.Tensor
+    deletions: int
 
 
 class Arrival(Protocol):
@@ -61,18 +80,19 @@ class PassageRetriever(RecordingDrafter):
     ) -> None:
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
-        self.nothing: Rows = np.full(shape.rows * shape.width, NO_TOKEN, dtype=np.int32)
+        self.found: deque[Found] = deque()  # for the engine's thread, the newest last
+        self.pinned = False  # whether it is to lie in memory from which a GPU copies by itself
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
         self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
         self._thread.start()
 
-    def begin(self, prompt: Tokens, info: RequestInfo, output: Tokens = EMPTY) -> PassageRequest:
-        """Follow a new request, or one that goes on after `output`."""
+    def begin(self, prompt: Tokens, info: RequestInfo, row: int, output: Tokens = EMPTY) -> PassageRequest:
+        """Follow a new request, or one that goes on after `output`, which has that row on the device."""
         shape = self._shape
         text = Passages(prompt, rows=shape.rows, overlap=shape.overlap, width=shape.width)
-        request = PassageRequest(self.begin_state(prompt, info), text, self.nothing)
+        request = PassageRequest(self.begin_state(prompt, info), text, row)
         if len(output):
             self.after(None, partial(self._resume, request, output))
         self._recorder.run(partial(self.after, None, partial(self._want, request)))  # once its cache is open
@@ -100,14 +120,9 @@ class PassageRetriever(RecordingDrafter):
                 self._want(request)
         self._later.append(partial(self._recorder.extend, updates))
 
-    def newest(self, request: PassageRequest | None) -> Rows:
-        """The passages that the device should have. None that were found before text was deleted, which may hold it."""
-        if request is None:
-            return self.nothing
-        if request.deletions != Deletions.count and request.passages is not self.nothing:
+    def search_again(self, requests: Iterable[PassageRequest]) -> None:
+        for request in requests:
             self.after(None, partial(self._want, request))
-            return self.nothing
-        return request.passages
 
     def end(self, request: PassageRequest) -> None:
         """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
@@ -166,9 +181,12 @@ class PassageRetriever(RecordingDrafter):
     def _find(self, requests: Sequence[PassageRequest], started: float) -> None:
         shape, deletions = self._shape, Deletions.count
         found = find_passages([self._job(request) for request in requests], shape.nodes, self._vocabulary)
-        found = found.reshape(len(requests), -1)
-        for request, passages in zip(requests, found, strict=True):
-            request.passages, request.deletions = passages, deletions  # in this order, for the other thread
+        rows = [request.row for request in requests]
+        numbers = torch.tensor([row.number for row in rows])
+        passages = torch.from_numpy(found.reshape(len(requests), -1))
+        if self.pinned:
+            numbers, passages = numbers.pin_memory(), passages.pin_memory()
+        self.found.append(Found(rows, numbers, passages, deletions))
         self.stats.searched(len(requests), missed=0)
         tokens = found.reshape(len(requests), shape.rows, shape.width)[:, :, shape.overlap :] >= 0
         self.stats.add(perf_counter() - started, np.count_nonzero(tokens, axis=(1, 2)).tolist())

@@ -2,12 +2,14 @@
 
 Mixed into vLLM's n-gram speculator, which keeps the texts of all requests on the device. Nothing here waits for the
 device or for a search: what a step sampled is copied to the host, where the retriever's thread reads it once it has
-arrived. Passages that this thread found are on the device from the next step on, until it finds others.
+arrived. Passages that this thread found are on the device from the next step on, until it finds others. A step costs
+the engine's thread one kernel, one copy and one message to that thread; one copy more where passages were found.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentspec.backends.engine_plugin.request_state import Deletions
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
-from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, Rows, shape_for
+from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
 from agentspec.cache.tokens import Tokens
 
@@ -29,12 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 class SampledTokens:
-    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i."""
+    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i.
 
-    def __init__(self, packed: torch.Tensor) -> None:
-        self._host = packed.to("cpu", non_blocking=True, copy=True)  # into pinned memory if it comes from a GPU
-        events: Any = torch.cuda.Event  # untyped in torch
-        self._event = events(blocking=True) if packed.is_cuda else None
+    `spare` holds what earlier ones of the same size no longer need: pinned memory and events cost time to make.
+    """
+
+    def __init__(self, packed: torch.Tensor, spare: deque[tuple[torch.Tensor, Any]]) -> None:
+        self._spare = spare
+        self._host, self._event = spare.pop() if spare else _buffer(packed)
+        self._host.copy_(packed, non_blocking=True)
         if self._event is not None:
             self._event.record()
 
@@ -45,19 +51,27 @@ class SampledTokens:
         if self._event is not None:
             self._event.synchronize()
 
-    def notes(self, columns: int) -> list[list[int]]:
-        """The first `columns` columns, of which the first is the number of new tokens, once they have arrived."""
-        return [[int(value) for value in row[:columns]] for row in self._host.numpy()]
+    def take(self, requests: int, columns: int = 1) -> tuple[list[Tokens], list[list[int]]]:
+        """Once they have arrived, and only once: the new tokens of so many requests, and their first `columns` columns,
+        of which the first is the number of these tokens.
+        """
+        rows = self._host[:requests].numpy().copy()
+        self._spare.append((self._host, self._event))
+        notes = rows[:, :columns].tolist()
+        return [row[len(row) - count :] for row, (count, *_) in zip(rows, notes, strict=True)], notes
 
-    def rows(self) -> list[Tokens]:
-        """Each request's new tokens, once they have arrived."""
-        return [row[len(row) - count :] for row, count in ((row[1:], int(row[0])) for row in self._host.numpy())]
+
+def _buffer(packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Memory of the host for a copy of `packed`, and the event that ends the copy from a GPU."""
+    events: Any = torch.cuda.Event  # untyped in torch
+    host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+    return host, events(blocking=True) if packed.is_cuda else None
 
 
 class PassageSpeculator:
     """The methods that take the place of those of vLLM's `NgramGPUSpeculator`, to be mixed in before it.
 
-    `begin` and `finish` are called with the scheduler's output before the runner's own handling of it.
+    `begin` and `finish` are called with the scheduler's output after the runner's own handling of it.
     """
 
     open_retriever: OpenRetriever
@@ -77,6 +91,9 @@ class PassageSpeculator:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
+        if self._retriever is not None:
+            self._retriever.pinned = self.device.type != "cpu"
+        self._ranks = _ranks()
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
         self._failures = FailureLog(logger, "a request goes without drafts")
@@ -86,25 +103,31 @@ class PassageSpeculator:
         self.enable_adaptive_verification = bool(getattr(given, "enable_adaptive_verification", False))
         self.draft_token_confidence_probs = torch.zeros(drafts, dtype=torch.float32, device=self.device)
         self._confidence = matching.MatchConfidence(*drafts, self.device)
-        size = (self.max_num_reqs, self._shape.rows * self._shape.width)
+        self._drafts: dict[int, torch.Tensor] = {}  # the first rows of `drafts`
+        size = (self.max_num_reqs + 1, self._shape.rows * self._shape.width)  # one more for requests that are over
         self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
-        self._uploaded: dict[int, Rows] = {}  # what the rows hold
+        self._deletions = Deletions.count  # before these were searched for
         ends = (self.max_num_reqs, self.num_speculative_steps + 2)
         self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
+        self._spare: deque[tuple[torch.Tensor, Any]] = deque()
+        self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
         self._match = _matcher(self, self._shape)
 
-    def begin(self, new_requests: Iterable[Any]) -> None:
+    def begin(self, new_requests: Sequence[Any]) -> None:
         """Follow requests (`NewRequestData`) that a step begins or resumes."""
-        if self._retriever is None:
+        if self._retriever is None or not new_requests:
             return
-        for new in new_requests:
+        held = self.req_states.req_id_to_index
+        rows = [held.get(new.req_id, self.max_num_reqs) for new in new_requests]
+        self._passages.index_fill_(0, self._to_device(torch.tensor(rows)), NO_TOKEN)
+        for new, row in zip(new_requests, rows, strict=True):
             self._end(new.req_id)
             prompt, text = new.prompt_token_ids, new.prefill_token_ids
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 output = _int32(text[len(prompt) :])  # from before it was preempted
-                request = self._retriever.begin(_int32(prompt), info := request_info(new, self.seeded), output)
+                request = self._retriever.begin(_int32(prompt), info := request_info(new, self.seeded), row, output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
@@ -114,7 +137,8 @@ class PassageSpeculator:
         for identity in preempted:
             if (request := self._requests.get(identity)) is not None:
                 request.preempted = identity not in identities
-        for identity in {*identities, *preempted}:
+            self._end(identity)
+        for identity in identities:
             self._end(identity)
 
     def propose(
@@ -134,14 +158,22 @@ class PassageSpeculator:
         drafters with a model.
         """
         count = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-        drafts = self.drafts[: input_batch.num_reqs]
+        requests = input_batch.num_reqs
+        if (drafts := self._drafts.get(requests)) is None:
+            drafts = self._drafts[requests] = self.drafts[:requests]
         if dummy_run:
             return drafts
         if self._retriever is not None:
             self._draft(self._retriever, input_batch, num_sampled, drafts, count)
         if self.enable_adaptive_verification:
-            shared_by_ranks(self.draft_token_confidence_probs)
-        return shared_by_ranks(drafts)
+            self.shared(self.draft_token_confidence_probs)
+        return self.shared(drafts)
+
+    def shared(self, drafts: torch.Tensor) -> torch.Tensor:
+        """The first rank's drafts on all ranks that compute a model together, as they depend on the host's timing."""
+        if self._ranks is not None and self._ranks.world_size > 1:
+            self._ranks.broadcast(drafts, src=0)
+        return drafts
 
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
@@ -157,42 +189,44 @@ class PassageSpeculator:
         count: int,
     ) -> None:
         requests = [self._requests.get(identity) for identity in batch.req_ids]
-        rows, ends = batch.idx_mapping[: batch.num_reqs], self._ends[: batch.num_reqs]
-        own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        own, lengths, ends = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu, self._ends
         try:
-            self._upload(retriever, requests, batch.idx_mapping_np.tolist())
-            match = self._match(own, lengths, rows, sampled, self._passages, drafts, ends)
+            self._upload(retriever)
+            self._match(own, lengths, batch.idx_mapping, sampled, self._passages, drafts, ends, self._matches)
             silent = [row for row, request in enumerate(requests) if request in self._silent] if self._silent else []
             if silent:
                 drafts[silent] = 0  # no guess
             if self.enable_adaptive_verification:
                 if silent:
-                    match[silent] = 0
-                texts = rows.long(), lengths.index_select(0, rows)
-                self._confidence.observe(*texts, sampled, ends[:, -1])
+                    self._matches[silent] = 0
+                match, newest = self._matches[: len(drafts)], ends[: len(drafts), -1]
+                rows = batch.idx_mapping[: len(drafts)].long()
+                texts = rows, lengths.index_select(0, rows)
+                self._confidence.observe(*texts, sampled, newest)
                 self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(*texts, match, drafts)
         except Exception as error:
             self._failures.report(error)
             self.draft_token_confidence_probs.zero_()
             drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
-            ends = matching.last_sampled(own, lengths, rows.long(), sampled, ends.shape[1] - 1)
+            rows = batch.idx_mapping[: len(drafts)].long()
+            ends[: len(drafts)] = matching.last_sampled(own, lengths, rows, sampled, ends.shape[1] - 1)
         self._send(retriever, ends, requests, count)
 
-    def _upload(
-        self, retriever: PassageRetriever, requests: Sequence[PassageRequest | None], rows: Sequence[int]
-    ) -> None:
-        """Have the device's rows hold the passages of the requests that they belong to now."""
-        held = self._uploaded
-        changed = {}
-        for row, request in zip(rows, requests, strict=True):
-            found = retriever.newest(request)
-            if held.get(row) is not found:
-                changed[row] = found
-        if changed:
-            places = torch.from_numpy(np.array(list(changed)))
-            values = torch.from_numpy(np.concatenate(list(changed.values()))).view(len(changed), -1)
-            self._passages.index_copy_(0, self._to_device(places), self._to_device(values))
-            held.update(changed)
+    def _upload(self, retriever: PassageRetriever) -> None:
+        """Have the device hold the passages that were found since the last step. None that were found before text was
+        deleted, which may hold it.
+        """
+        if self._deletions != Deletions.count:
+            self._deletions = Deletions.count
+            self._passages.fill_(NO_TOKEN)
+            retriever.search_again(self._requests.values())
+        while retriever.found:
+            rows, numbers, passages, deletions = retriever.found.popleft()
+            if deletions != self._deletions:
+                continue
+            if any(row.over for row in rows):
+                numbers = torch.tensor([self.max_num_reqs if row.over else row.number for row in rows])
+            self._passages.index_copy_(0, self._to_device(numbers), self._to_device(passages))
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
@@ -201,7 +235,7 @@ class PassageSpeculator:
         self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None], count: int
     ) -> None:
         """Send a step's tokens to the host; `count` are drafted for the next."""
-        sampled = SampledTokens(packed)
+        sampled = SampledTokens(packed, self._spare)
         retriever.after(sampled, partial(self._take, retriever, sampled, requests, self.drafted))
         self.drafted = count
 
@@ -213,7 +247,8 @@ class PassageSpeculator:
         drafted: int,
     ) -> None:
         """Take in the tokens of a step, which verified `drafted` tokens. In the retriever's thread, as `_finished`."""
-        news = zip(requests, sampled.rows(), strict=True)
+        tokens, _ = sampled.take(len(requests))
+        news = zip(requests, tokens, strict=True)
         retriever.advance(((request, tokens) for request, tokens in news if request), drafted)
 
     def _finished(self, request: PassageRequest) -> None:
@@ -222,37 +257,40 @@ class PassageSpeculator:
     def _end(self, identity: str) -> None:
         request = self._requests.pop(identity, None)
         if request is not None and self._retriever is not None:
+            request.row.over = True
             self._silent.discard(request)
             self._retriever.after(None, partial(self._retriever.end, request))
             self._retriever.after(None, partial(self._finished, request))
 
 
-def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., torch.Tensor]:
-    """The kernels, or plain torch on a CPU: writes the drafts, and returns how many tokens match before each."""
+def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., None]:
+    """The kernel, or plain torch on a CPU: writes the drafts, the ends of the texts, and how many tokens match before
+    each draft.
+    """
     if speculator.device.type == "cpu":
 
-        def match(own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: Any, last: Any) -> torch.Tensor:
-            rows = rows.long()
+        def match(
+            own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: Any, last: Any, matches: Any
+        ) -> None:
+            count = len(drafts)
+            rows = rows[:count].long()
             texts, ends, passages = (held.index_select(0, rows) for held in (own, lengths, found))
-            last.copy_(matching.last_sampled(own, lengths, rows, sampled, last.shape[1] - 1))
+            last[:count] = matching.last_sampled(own, lengths, rows, sampled, last.shape[1] - 1)
             passages = passages.view(-1, shape.rows, shape.width)
-            tokens, match_length = matching.draft(texts, ends, passages, shape.overlap, drafts.shape[1])
-            drafts.copy_(tokens)
-            return match_length
+            drafts[:], matches[:count] = matching.draft(texts, ends, passages, shape.overlap, drafts.shape[1])
 
         return match
     from agentspec.backends.vllm.runner_v2.matching_triton import PassageMatcher
 
-    return PassageMatcher(speculator.max_num_reqs, speculator.max_model_len, shape, speculator.device).draft
+    sizes = (speculator.max_num_reqs, speculator.max_model_len, speculator.num_speculative_steps)
+    return PassageMatcher(*sizes, shape, speculator.device).draft
 
 
-def shared_by_ranks(drafts: torch.Tensor) -> torch.Tensor:
-    """The first rank's drafts on all ranks that compute a model together, since they depend on the host's timing."""
+def _ranks() -> Any:
+    """The group of ranks that compute a model together; None outside vLLM's workers."""
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
 
-    if model_parallel_is_initialized() and get_tp_group().world_size > 1:
-        get_tp_group().broadcast(drafts, src=0)
-    return drafts
+    return get_tp_group() if model_parallel_is_initialized() else None
 
 
 def _int32(tokens: Sequence[int]) -> Tokens:

@@ -36,6 +36,7 @@ class RequestStates:
     def __init__(self) -> None:
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros((REQUESTS, LONGEST), dtype=torch.int32))
         self.total_len = SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))
+        self.req_id_to_index: dict[str, int] = {}
 
 
 class Late:
@@ -86,8 +87,8 @@ class Late:
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     found, copying = Late(), SampledTokens.__init__
 
-    def begun(self: SampledTokens, packed: torch.Tensor) -> None:
-        copying(self, packed)
+    def begun(self: SampledTokens, packed: torch.Tensor, spare: Any) -> None:
+        copying(self, packed, spare)
         found.begun(self)
 
     monkeypatch.setattr(SampledTokens, "__init__", begun)
@@ -103,7 +104,7 @@ class Runner:
         self.late = late
         self.speculator, self.states = speculator, speculator.req_states
         self.answers: dict[str, list[int]] = {}
-        self.rows: dict[str, int] = {}
+        self.rows: dict[str, int] = self.states.req_id_to_index
         self.drafts: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.steps = 0

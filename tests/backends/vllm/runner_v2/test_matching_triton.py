@@ -28,17 +28,17 @@ def test_in_a_process_with_the_interpreter() -> None:
     run_interpreted(__file__, passed=7)
 
 
-POINTERS = dict.fromkeys(("own", "rows", "lengths", "sampled", "passages", "ends"), "*i32")
-NUMBERS = {"own_stride": "i32", "columns": "i32", "parts": "i32"}
+POINTERS = dict.fromkeys(("own", "rows", "lengths", "sampled", "passages", "arrived", "ends"), "*i32")
+POINTERS |= dict.fromkeys(("best", "drafts", "matches"), "*i64")
+NUMBERS = {"own_stride": "i32", "columns": "i32"}
 PASSAGES = {"COUNT": 4, "WIDTH": 63, "WIDTH_2": 64, "OVERLAP": 16}
-SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "PARTS_2": 64, "DRAFT": 7, "DRAFT_2": 8, "END": 9, "END_2": 16}
+SIZES = {**PASSAGES, "DEPTH": 16, "BLOCK": 256, "DRAFT": 7, "DRAFT_2": 8, "END": 9, "END_2": 16}
 
 
 @not_interpreted
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("name", ["_scan", "_draft"])
-def test_the_kernels_compile_for_a_gpu(kernels: Any, name: str) -> None:
-    compile_kernel(getattr(kernels, name), {**POINTERS, **NUMBERS, "scores": "*i64", "drafts": "*i64"}, SIZES)
+def test_the_kernel_compiles_for_a_gpu(kernels: Any) -> None:
+    compile_kernel(kernels._draft, {**POINTERS, **NUMBERS}, SIZES)
 
 
 @pytest.fixture
@@ -70,18 +70,19 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
 @on_each_device
 @pytest.mark.parametrize("alphabet", [2, 50])
 @pytest.mark.parametrize(("columns", "tokens"), [(40, 1), (256, 7), (700, 15)])
-def test_the_kernels_draft_as_plain_torch(kernels: Any, device: str, columns: int, tokens: int, alphabet: int) -> None:
+def test_the_kernel_drafts_as_plain_torch(kernels: Any, device: str, columns: int, tokens: int, alphabet: int) -> None:
     shape = PassageShape(rows=3, overlap=5, width=21, least=1)
-    matcher = kernels.PassageMatcher(6, columns, shape, torch.device(device))
+    matcher = kernels.PassageMatcher(6, columns, tokens, shape, torch.device(device))
     for seed in range(3):
         own, lengths, rows, passages = (part.to(device) for part in batch(seed, 4, columns, shape, alphabet))
         drafts = torch.full((4, tokens), -5, device=device)
         index, sampled, held = rows.long(), torch.ones_like(lengths[:4]), torch.full((6, 63), -7).int().to(device)
-        held[index], ends = passages.flatten(1), torch.zeros((4, tokens + 2), dtype=torch.int32, device=device)
-        match = matcher.draft(own, lengths, rows, sampled, held, drafts, ends)
-        assert torch.equal(ends, last_sampled(own, lengths, index, sampled, tokens + 1))
+        held[index], ends = passages.flatten(1), torch.zeros((6, tokens + 2), dtype=torch.int32, device=device)
+        matches = torch.zeros(6, dtype=torch.int64, device=device)
+        matcher.draft(own, lengths, rows, sampled, held, drafts, ends, matches)
+        assert torch.equal(ends[:4], last_sampled(own, lengths, index, sampled, tokens + 1)) and not ends[4:].any()
         plain, plain_match = draft(own[index], lengths[index], passages, shape.overlap, tokens)
-        assert torch.equal(drafts, plain) and torch.equal(match, plain_match)
+        assert torch.equal(drafts, plain) and torch.equal(matches[:4], plain_match)
 
 
 @on_each_device
@@ -91,10 +92,11 @@ def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any, devi
 
     shape = PassageShape(rows=1, overlap=1, width=4, least=1)
     drafts = torch.zeros((2, 2), dtype=torch.int64, device=device)
-    matcher = kernels.PassageMatcher(2, 4, shape, torch.device(device))
+    matcher = kernels.PassageMatcher(2, 4, 2, shape, torch.device(device))
     passages = torch.full((2, 4), -1, dtype=torch.int32, device=device)
     own = numbers([1, 2, 1, 2], [3, 4, 3, 4])
     ends = torch.zeros((2, 4), dtype=torch.int32, device=device)
-    match = matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts, ends)
-    assert drafts.tolist() == [[1, 2], [4, 4]] and match.tolist() == [2, 0]
+    matches = torch.zeros(2, dtype=torch.int64, device=device)
+    matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts, ends, matches)
+    assert drafts.tolist() == [[1, 2], [4, 4]] and matches.tolist() == [2, 0]
     assert ends.tolist() == [[1, 2, 1, 2], [0, 4, 3, 4]]

@@ -264,7 +264,8 @@ def test_requests_leave_nothing_behind_in_memory(runner: Runner, late: Late, req
     for number in range(requests // 4):
         late.steps = rng.randrange(2)
         names = [f"{sample}_{number}" for sample in range(4)]
-        runner.rows = {name: row for row, name in enumerate(names)}
+        runner.rows.clear()
+        runner.rows.update({name: row for row, name in enumerate(names)})
         xargs = {"agentspec_store": rng.choice(["on", "off", "off"])}
         salts = [rng.choice([None, "pepper", "x"]) for _ in names]
         news = [new_request(name, [number % 900], [number % 900], xargs=xargs, salt=salt, max_tokens=rng.choice([1, 9]))
