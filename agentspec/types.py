@@ -76,13 +76,11 @@ class Draft:
 
 def path_length(tokens: Sequence[int], parents: Sequence[int], output: Sequence[int]) -> int:
     """How many tokens of `output`, from the first on, lie on a path of the tree of these tokens and parents."""
-    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
-    node = -1
-    for count, token in enumerate(output):
-        if (node, token) not in children:
-            return count
-        node = children[node, token]
-    return len(output)
+    node, count = -1, 0
+    for child, (token, parent) in enumerate(zip(tokens, parents, strict=True)):  # a child comes after its parent
+        if parent == node and count < len(output) and token == output[count]:
+            node, count = child, count + 1
+    return count
 
 
 class Source:

@@ -72,14 +72,15 @@ class ServerDrafter(RecordingDrafter):
     def propose(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
         """A draft for each request."""
         started = perf_counter()
+        updates: list[OutputUpdate] = []
         try:
-            with self.recorded_later():
-                self._recorder.extend([self._update(turn.state, turn.fresh) for turn in turns])
-                wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
-                trees = self._search(turns)
+            updates = [self._update(turn.state, turn.fresh) for turn in turns]
+            wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
+            trees = self._search(turns)
         except Exception as error:
             self._failures.report(error)
             trees = [EMPTY_TREE for _ in turns]
+        self._recorder.extend(updates)  # last: the recorder's thread would compete with the search
         for turn, tree in zip(turns, trees, strict=True):
             turn.state.tree = tree
         self.stats.add(perf_counter() - started, [len(tree.tokens) for tree in trees])
@@ -93,10 +94,12 @@ class ServerDrafter(RecordingDrafter):
 
     def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
         least = max(self._least, min(SURE, len(turns) / FREE_ROWS)) if self._chains else self._least
-        trees = [chain(turn.state.from_prediction(turn.limit, least)) for turn in turns]
-        jobs = [None if tree.tokens else self._job(turn, least) for turn, tree in zip(turns, trees, strict=True)]
-        for turn, tree in zip(turns, trees, strict=True):
-            turn.state.source = "prediction" if tree.tokens else "cache"
+        trees, jobs = list[TokenTree](), list[DraftJob | None]()
+        for turn in turns:
+            predicted = turn.state.from_prediction(turn.limit, least)
+            turn.state.source = "prediction" if predicted else "cache"
+            trees.append(chain(predicted) if predicted else self._known_chain(turn))
+            jobs.append(None if trees[-1].tokens else self._job(turn, least))
         deletions, late = Deletions.count, list[tuple[RequestState, int, DraftJob]]()
         for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
             turn, job = turns[row], jobs[row]
@@ -105,13 +108,13 @@ class ServerDrafter(RecordingDrafter):
             found = EMPTY_TREE if draft is None else _tree(draft)
             known = _known(turn) if self._rounds.late else EMPTY_TREE
             if self._rounds.late and len(known.tokens) >= len(found.tokens):
-                drafter, indexes, context, limit, least, chains = job
-                again = drafter, indexes, context.copy(), 2 * limit, least, chains
+                drafter, indexes, context, _, least, chains = job
+                again = drafter, indexes, context.copy(), 2 * turn.limit, least, chains
                 late.append((turn.state, turn.state.length, again))
                 trees[row] = known
             else:
                 turn.state.found = FoundTree(found, turn.state.length, deletions)
-                trees[row] = found
+                trees[row] = TokenTree(found.tokens[: turn.limit], found.parents[: turn.limit])
         if late and self._late.done():
             self._late = self._thread.submit(self._search_late, late, deletions)
         return [within(tree, self._vocabulary) for tree in trees]
@@ -132,12 +135,25 @@ class ServerDrafter(RecordingDrafter):
         self._thread.shutdown(wait=False, cancel_futures=True)
         super().close()
 
+    def _known_chain(self, turn: DraftTurn) -> TokenTree:
+        """What is left of the chain found in the last round, if it is long enough and the new tokens were its first."""
+        (tokens, _), length, deletions = turn.state.found
+        since = len(turn.fresh)
+        left = tokens[since : since + turn.limit]
+        if not self._chains or len(left) < turn.limit or length + since != turn.state.length:
+            return EMPTY_TREE
+        follows = deletions == Deletions.count and turn.state.drafts and tokens[:since] == turn.fresh.tolist()
+        return chain(left) if follows else EMPTY_TREE
+
     def _job(self, turn: DraftTurn, least: float) -> DraftJob | None:
-        """The search for a request; None if its cache is not open, or no drafts are made for it."""
+        """The search for a request; None if its cache is not open, or no drafts are made for it. A chain is searched
+        for that lasts longer than a round.
+        """
         state, cache = turn.state, turn.state.cache  # the recorder may take it away meanwhile
         if cache is None or not state.drafts or turn.limit <= 0:
             return None
-        return cache.drafter, [*state.indexes, *self._shared], turn.context, turn.limit, least, self._chains
+        limit = 2 * turn.limit + 1 if self._chains else turn.limit
+        return cache.drafter, [*state.indexes, *self._shared], turn.context, limit, least, self._chains
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:

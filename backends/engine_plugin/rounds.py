@@ -68,15 +68,21 @@ class FailureLog:
 class RoundStats:
     """Counts rounds and searches."""
 
+    def __init__(self) -> None:
+        self._seconds, self._empty = metric("seconds"), metric("empty_rows")
+        self._done, self._missed = (metric("searches").labels(outcome) for outcome in ("done", "missed"))
+
     def add(self, seconds: float, drafted: Sequence[int]) -> None:
         """Count a round that took so long and drafted so many tokens for each request."""
-        metric("seconds").inc(seconds)
-        metric("empty_rows").inc(drafted.count(0))
+        self._seconds.inc(seconds)
+        if empty := drafted.count(0):
+            self._empty.inc(empty)
 
     def searched(self, count: int, missed: int) -> None:
         """Count the searches of a round, and those of them that had no time."""
-        metric("searches").labels("done").inc(count - missed)
-        metric("searches").labels("missed").inc(missed)
+        self._done.inc(count - missed)
+        if missed:
+            self._missed.inc(missed)
 
 
 class RoundSearch:
