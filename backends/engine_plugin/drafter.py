@@ -18,6 +18,7 @@ from agentspec.backends.engine_plugin.request_state import (
     RequestState,
     TokenTree,
 )
+from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.cache.index import DraftJob, Sourced, propose_batch
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.types import Draft, path_length
@@ -60,6 +61,7 @@ class ServerDrafter(RecordingDrafter):
         self._thread = ThreadPoolExecutor(1, "agentspec-search")
         self._late: Future[None] = self._thread.submit(lambda: None)
         self._chains, self._least, self._shared = chains, least, shared
+        self._first = 0  # of the rows that are searched for
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
         """Record new output tokens of a request for which no draft is needed."""
@@ -83,7 +85,8 @@ class ServerDrafter(RecordingDrafter):
         self._recorder.extend(updates)  # last: the recorder's thread would compete with the search
         for turn, tree in zip(turns, trees, strict=True):
             turn.state.tree = tree
-        self.stats.add(perf_counter() - started, [len(tree.tokens) for tree in trees])
+        metric("seconds").inc(perf_counter() - started)
+        metric("empty_rows").inc(sum(not tree.tokens for tree in trees))
         return trees
 
     def _update(self, state: RequestState, fresh: Tokens) -> OutputUpdate:
@@ -93,31 +96,42 @@ class ServerDrafter(RecordingDrafter):
         return OutputUpdate(state, state.advance(fresh), len(tree.tokens), accepted, state.source)
 
     def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
-        least = max(self._least, min(SURE, len(turns) / FREE_ROWS)) if self._chains else self._least
-        trees, jobs = list[TokenTree](), list[DraftJob | None]()
-        for turn in turns:
-            predicted = turn.state.from_prediction(turn.limit, least)
-            turn.state.source = "prediction" if predicted else "cache"
-            trees.append(chain(predicted) if predicted else self._known_chain(turn))
-            jobs.append(None if trees[-1].tokens else self._job(turn, least))
-        deletions, late = Deletions.count, list[tuple[RequestState, int, DraftJob]]()
-        for row, draft in enumerate(self._rounds.search(jobs, PATIENCE)):
-            turn, job = turns[row], jobs[row]
-            if job is None:
-                continue
-            found = EMPTY_TREE if draft is None else _tree(draft)
-            known = _known(turn) if self._rounds.late else EMPTY_TREE
-            if self._rounds.late and len(known.tokens) >= len(found.tokens):
-                drafter, indexes, context, _, least, chains = job
-                again = drafter, indexes, context.copy(), 2 * turn.limit, least, chains
-                late.append((turn.state, turn.state.length, again))
+        """Search for all rows with one deadline, beginning behind the last row that had time in the round before."""
+        trees, asked = self._asked(turns)
+        first = self._first % max(1, len(asked))
+        asked = asked[first:] + asked[:first]
+        deletions, until = Deletions.count, perf_counter() + PATIENCE
+        drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
+        late, done = perf_counter() >= until, 0
+        again: list[tuple[RequestState, int, DraftJob]] = []
+        for (row, job), draft in zip(asked, drafts, strict=True):
+            turn, found = turns[row], _tree(draft)
+            known = _known(turn) if late else EMPTY_TREE
+            done += not late or len(found.tokens) > 0
+            if late and len(known.tokens) >= len(found.tokens):
+                again.append((turn.state, turn.state.length, (*job[:2], job[2].copy(), 2 * turn.limit, *job[4:])))
                 trees[row] = known
             else:
                 turn.state.found = FoundTree(found, turn.state.length, deletions)
                 trees[row] = TokenTree(found.tokens[: turn.limit], found.parents[: turn.limit])
-        if late and self._late.done():
-            self._late = self._thread.submit(self._search_late, late, deletions)
+        self._first = first + done
+        metric("searches", "done").inc(done)
+        metric("searches", "missed").inc(len(asked) - done)
+        if again and self._late.done():
+            self._late = self._thread.submit(self._search_late, again, deletions)
         return [within(tree, self._vocabulary) for tree in trees]
+
+    def _asked(self, turns: Sequence[DraftTurn]) -> tuple[list[TokenTree], list[tuple[int, DraftJob]]]:
+        """What is known to follow without a search, and the rows that are searched for."""
+        least = max(self._least, min(SURE, len(turns) / FREE_ROWS)) if self._chains else self._least
+        trees, asked = list[TokenTree](), list[tuple[int, DraftJob]]()
+        for row, turn in enumerate(turns):
+            predicted = turn.state.from_prediction(turn.limit, least)
+            turn.state.source = "prediction" if predicted else "cache"
+            trees.append(chain(predicted) if predicted else self._known_chain(turn))
+            if not trees[row].tokens and (job := self._job(turn, least)) is not None:
+                asked.append((row, job))
+        return trees, asked
 
     def _search_late(self, searches: Sequence[tuple[RequestState, int, DraftJob]], deletions: int) -> None:
         """Search, while the engine's step runs, for what had no time in a round: the next round knows it."""

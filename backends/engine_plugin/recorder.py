@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestInfo, RequestState
-from agentspec.backends.engine_plugin.rounds import FailureLog, RoundSearch, RoundStats, metric
+from agentspec.backends.engine_plugin.rounds import FailureLog, metric
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
@@ -161,7 +161,7 @@ class CacheRecorder:
                 self._failures.report(error)
                 self._end(state, Ending.ABORTED)
         for (name, *labels), count in counts.items():
-            metric(name).labels(*labels).inc(count)
+            metric(name, *labels).inc(count)
 
     def _end(self, state: RequestState, ending: Ending) -> None:
         if state in state.group:
@@ -203,8 +203,6 @@ class RecordingDrafter:
         self._vocabulary = vocabulary
         self._on_close = on_close
         self._failures = FailureLog(logger, "a round went without drafts")
-        self.stats = RoundStats()
-        self._rounds = RoundSearch(self.stats)
 
     def begin_state(self, prompt: Tokens, info: RequestInfo) -> RequestState:
         """Start drafting for a new request."""

@@ -65,13 +65,16 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    wanted, wanted_v2, wanted_hybrid = enabled(ENGINE), runner_v2.wanted(), runner_v2.wanted_hybrid()
+    wanted, wanted_v2 = enabled(ENGINE), enabled(runner_v2.SWITCH)
+    wanted_hybrid = enabled(runner_v2.HYBRID_SWITCH, default=False)
     enabled(STRICT)  # raises now, not when a drafter is made
     _installed = True
     _log_as_vllm_does()
     took_over = wanted and _has("suffix method", REQUIREMENTS)
     if took_over:
-        _take_over()
+        _accept_without_arctic()
+        _replace_proposer()
+        _carry_salts()
     took_over_v2 = took_over and wanted_v2 and _has("Model Runner V2", runner_v2.REQUIREMENTS)
     if took_over_v2:
         runner_v2.take_over()
@@ -86,12 +89,6 @@ def _has(what: str, requirements: Sequence[Requirement]) -> bool:
     if lacking := missing(runner_v2.package(), requirements):
         logger.warning("agentspec leaves vLLM's %s alone: vLLM %s has no %s", what, version("vllm"), ", ".join(lacking))
     return not lacking
-
-
-def _take_over() -> None:
-    _accept_without_arctic()
-    _replace_proposer()
-    _carry_salts()
 
 
 def _log_as_vllm_does() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from agentspec.backends.vllm.runner_v2.matching import DEPTH, last_sampled
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, SampledTokens
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 from agentspec.backends.vllm.runner_v2.verification import CertainDrafts, strict_rejection
 from agentspec.cache.tokens import Tokens
 
@@ -105,7 +105,6 @@ class HybridSpeculator(PassageSpeculator):
         self.open_cache(vllm_config)
         shape = (self.max_num_reqs, self.num_speculative_steps)
         self._choice = DrafterChoice(self.num_speculative_steps)
-        self._records: dict[PassageRequest, RequestChoice] = {}
         self._last_ours = torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=self.device)
         self._last_model = self._last_ours.clone()
         self._last_match = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
@@ -211,12 +210,12 @@ class HybridSpeculator(PassageSpeculator):
     def _least(self, request: PassageRequest | None) -> int:
         if request is None or not request.state.drafts:
             return NEVER
-        return self._choice.least_match(self._records.setdefault(request, RequestChoice()))
+        request.choice = request.choice or RequestChoice()
+        return self._choice.least_match(request.choice)
 
     def _follows(self, identity: str) -> bool:
         request = self._requests.get(identity)
-        record = None if request is None or not request.state.drafts else self._records.get(request)
-        return record is not None and record.follows
+        return request is not None and request.state.drafts and request.choice is not None and request.choice.follows
 
     def _noted(self, own: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor) -> Any:
         """Of each request: the number of new tokens, the last match, whether it was used, how many tokens the model
@@ -247,16 +246,13 @@ class HybridSpeculator(PassageSpeculator):
         for request, tokens, (known, match, used, count, ours, model) in news:
             if request is None:
                 continue
-            record = self._records.get(request)
+            record = request.choice
             if record is not None and known and request.drafted:
                 self._choice.observe(record, match, ours, model, min(known, count))
                 record.follows = bool(used) and match == DEPTH and ours == min(known, self.num_speculative_steps)
             (verified if used and request.drafted else others).append((request, tokens))
         retriever.advance(others)
         retriever.advance(verified, drafted)
-
-    def _finished(self, request: PassageRequest) -> None:
-        self._records.pop(request, None)
 
 
 def stays_exact(speculator: Any) -> str:

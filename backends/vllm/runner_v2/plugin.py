@@ -38,9 +38,7 @@ REQUIREMENTS = (
     Requirement(_RUNNER, "GPUModelRunner.add_requests", ("scheduler_output",)),
     Requirement(_RUNNER, "GPUModelRunner.finish_requests", ("scheduler_output",)),
     Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len", "req_id_to_index")),
-    Requirement(
-        "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np")
-    ),
+    Requirement("vllm.v1.worker.gpu.input_batch", "InputBatch", _BATCH),
     Requirement("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", ("gpu",)),
     Requirement("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "prefill_token_ids")),
     Requirement("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids", "finished_req_ids")),
@@ -86,11 +84,6 @@ def package() -> Path:
     return Path(import_module("vllm").__path__[0])
 
 
-def wanted() -> bool:
-    """Whether the operator has not switched it off. Raises `ConfigurationError` if the switch is neither on nor off."""
-    return enabled(SWITCH)
-
-
 def take_over() -> None:
     """Replace vLLM's n-gram speculator, in this process, by ours."""
     module = import_module(_NGRAM)
@@ -121,11 +114,6 @@ def verify_strictly(vllm_config: Any, draft_logits: Any = None) -> bool:
         "agentspec drafts nothing for requests with a seed, whose text would change in this vLLM: %s", reason
     )
     return False
-
-
-def wanted_hybrid() -> bool:
-    """Whether the operator wants our drafts next to a model's. Raises as `wanted`."""
-    return enabled(HYBRID_SWITCH, default=False)
 
 
 def join_models() -> None:
@@ -207,8 +195,11 @@ def listen_to_scheduler() -> None:
     offer_forget()
     runner = import_module(_RUNNER).GPUModelRunner
     if runner.add_requests.__module__ != __name__:
-        runner.add_requests = _after(runner.add_requests, _begin)
-        runner.finish_requests = _after(runner.finish_requests, _finish)
+        runner.add_requests = _after(runner.add_requests, lambda ours, output: ours.begin(output.scheduled_new_reqs))
+        runner.finish_requests = _after(
+            runner.finish_requests,
+            lambda ours, output: ours.finish(output.finished_req_ids, output.preempted_req_ids or ()),
+        )
 
 
 def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Callable[..., Any]:
@@ -224,11 +215,3 @@ def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Ca
         return result
 
     return method
-
-
-def _begin(speculator: Any, output: Any) -> None:
-    speculator.begin(output.scheduled_new_reqs)
-
-
-def _finish(speculator: Any, output: Any) -> None:
-    speculator.finish(output.finished_req_ids, output.preempted_req_ids or ())

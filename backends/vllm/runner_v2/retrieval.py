@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from agentspec.backends.engine_plugin.recorder import CLOSE_SECONDS, Open, OutputUpdate, RecordingDrafter
 from agentspec.backends.engine_plugin.request_state import Deletions, Ending, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.cache.index import PassageJob, Passages, find_passages
 from agentspec.cache.tokens import EMPTY, Tokens
@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 class PassageRequest:
     """A request: its state, its text as far as the host knows it, and its row on the device."""
 
-    __slots__ = ("drafted", "preempted", "row", "state", "text")
+    __slots__ = ("choice", "drafted", "preempted", "row", "state", "text")
 
     def __init__(self, state: RequestState, text: Passages, row: int) -> None:
         self.state, self.text, self.row = state, text, Row(row)
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins again, with its output so far
+        self.choice: Any = None  # what is known of its drafters, where there are several
 
 
 @dataclass(slots=True)
@@ -56,15 +57,48 @@ class Found(NamedTuple):
     deletions: int
 
 
-class Arrival(Protocol):
-    """Tokens on their way from the device to the host."""
-
-    def arrived(self) -> bool: ...
-
-    def wait(self) -> None: ...
+Spare = deque[tuple[torch.Tensor, Any]]
+"""Memory of the host for a copy from a GPU, and the event that ends it."""
 
 
-_Task = tuple[Arrival | None, Callable[[], object]]
+class SampledTokens:
+    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i.
+
+    `spare` holds what earlier ones no longer need: pinned memory and events cost time to make.
+    """
+
+    def __init__(self, packed: torch.Tensor, spare: Spare) -> None:
+        self._spare = spare
+        held = spare.pop() if spare else None
+        self._host, self._event = held if held and held[0].shape == packed.shape else _buffer(packed)
+        self._host.copy_(packed, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def take(self, requests: int, columns: int = 1) -> tuple[list[Tokens], list[list[int]]]:
+        """Once they have arrived, and only once: the new tokens of so many requests, and their first `columns` columns,
+        of which the first is the number of these tokens.
+        """
+        rows = self._host[:requests].numpy().copy()
+        self._spare.append((self._host, self._event))
+        notes = rows[:, :columns].tolist()
+        return [row[len(row) - count :] for row, (count, *_) in zip(rows, notes, strict=True)], notes
+
+
+def _buffer(packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    events: Any = torch.cuda.Event  # untyped in torch
+    host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
+    return host, events(blocking=True) if packed.is_cuda else None
+
+
+_Task = tuple[SampledTokens | None, Callable[[], object]]
 
 
 class PassageRetriever(RecordingDrafter):
@@ -95,10 +129,10 @@ class PassageRetriever(RecordingDrafter):
         request = PassageRequest(self.begin_state(prompt, info), text, row)
         if len(output):
             self.after(None, partial(self._resume, request, output))
-        self._recorder.run(partial(self.after, None, partial(self._want, request)))  # once its cache is open
+        self._recorder.run(partial(self.after, None, partial(self.want, request)))  # once its cache is open
         return request
 
-    def after(self, tokens: Arrival | None, act: Callable[[], object]) -> None:
+    def after(self, tokens: SampledTokens | None, act: Callable[[], object]) -> None:
         """Have the search's thread do something once `tokens` have arrived and what it was given before is done."""
         self._tasks.put((tokens, act))
 
@@ -117,12 +151,8 @@ class PassageRetriever(RecordingDrafter):
             request.drafted = True
             request.text.advance(fresh)
             if request.text.left < self._shape.least:
-                self._want(request)
+                self.want(request)
         self._later.append(partial(self._recorder.extend, updates))
-
-    def search_again(self, requests: Iterable[PassageRequest]) -> None:
-        for request in requests:
-            self.after(None, partial(self._want, request))
 
     def end(self, request: PassageRequest) -> None:
         """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
@@ -163,7 +193,8 @@ class PassageRetriever(RecordingDrafter):
         self.advance([(request, output)])
         request.drafted = False
 
-    def _want(self, request: PassageRequest) -> None:
+    def want(self, request: PassageRequest) -> None:
+        """Search for the request next. In the search's thread."""
         if request.state.drafts:
             self._wanted[request] = None
 
@@ -187,9 +218,10 @@ class PassageRetriever(RecordingDrafter):
         if self.pinned:
             numbers, passages = numbers.pin_memory(), passages.pin_memory()
         self.found.append(Found(rows, numbers, passages, deletions))
-        self.stats.searched(len(requests), missed=0)
         tokens = found.reshape(len(requests), shape.rows, shape.width)[:, :, shape.overlap :] >= 0
-        self.stats.add(perf_counter() - started, np.count_nonzero(tokens, axis=(1, 2)).tolist())
+        metric("seconds").inc(perf_counter() - started)
+        metric("searches", "done").inc(len(requests))
+        metric("empty_rows").inc(int((~tokens.any(axis=(1, 2))).sum()))
 
     def _job(self, request: PassageRequest) -> PassageJob:
         predicted, cache = request.state.from_prediction(self._shape.ahead), request.state.cache

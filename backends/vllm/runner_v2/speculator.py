@@ -22,50 +22,12 @@ from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever
-from agentspec.cache.tokens import Tokens
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, SampledTokens, Spare
 
 OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
 """Opens the retriever for a `VllmConfig`; None where another rank drafts."""
 
 logger = logging.getLogger(__name__)
-
-
-class SampledTokens:
-    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i.
-
-    `spare` holds what earlier ones of the same size no longer need: pinned memory and events cost time to make.
-    """
-
-    def __init__(self, packed: torch.Tensor, spare: deque[tuple[torch.Tensor, Any]]) -> None:
-        self._spare = spare
-        self._host, self._event = spare.pop() if spare else _buffer(packed)
-        self._host.copy_(packed, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-
-    def arrived(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def take(self, requests: int, columns: int = 1) -> tuple[list[Tokens], list[list[int]]]:
-        """Once they have arrived, and only once: the new tokens of so many requests, and their first `columns` columns,
-        of which the first is the number of these tokens.
-        """
-        rows = self._host[:requests].numpy().copy()
-        self._spare.append((self._host, self._event))
-        notes = rows[:, :columns].tolist()
-        return [row[len(row) - count :] for row, (count, *_) in zip(rows, notes, strict=True)], notes
-
-
-def _buffer(packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Memory of the host for a copy of `packed`, and the event that ends the copy from a GPU."""
-    events: Any = torch.cuda.Event  # untyped in torch
-    host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
-    return host, events(blocking=True) if packed.is_cuda else None
 
 
 class PassageSpeculator:
@@ -109,7 +71,7 @@ class PassageSpeculator:
         self._deletions = Deletions.count  # before these were searched for
         ends = (self.max_num_reqs, self.num_speculative_steps + 2)
         self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
-        self._spare: deque[tuple[torch.Tensor, Any]] = deque()
+        self._spare: Spare = deque(maxlen=8)
         self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
         self._match = _matcher(self, self._shape)
 
@@ -126,8 +88,9 @@ class PassageSpeculator:
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
-                output = _int32(text[len(prompt) :])  # from before it was preempted
-                request = self._retriever.begin(_int32(prompt), info := request_info(new, self.seeded), row, output)
+                whole, info = np.array(text, dtype=np.int32), request_info(new, self.seeded)
+                start, output = np.split(whole, [len(prompt)])  # the latter from before it was preempted
+                request = self._retriever.begin(start, info, row, output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
@@ -219,7 +182,8 @@ class PassageSpeculator:
         if self._deletions != Deletions.count:
             self._deletions = Deletions.count
             self._passages.fill_(NO_TOKEN)
-            retriever.search_again(self._requests.values())
+            for request in self._requests.values():
+                retriever.after(None, partial(retriever.want, request))
         while retriever.found:
             rows, numbers, passages, deletions = retriever.found.popleft()
             if deletions != self._deletions:
@@ -246,13 +210,10 @@ class PassageSpeculator:
         requests: Sequence[PassageRequest | None],
         drafted: int,
     ) -> None:
-        """Take in the tokens of a step, which verified `drafted` tokens. In the retriever's thread, as `_finished`."""
+        """Take in the tokens of a step, which verified `drafted` tokens. In the retriever's thread."""
         tokens, _ = sampled.take(len(requests))
         news = zip(requests, tokens, strict=True)
         retriever.advance(((request, tokens) for request, tokens in news if request), drafted)
-
-    def _finished(self, request: PassageRequest) -> None:
-        """All tokens of the request were taken in."""
 
     def _end(self, identity: str) -> None:
         request = self._requests.pop(identity, None)
@@ -260,7 +221,6 @@ class PassageSpeculator:
             request.row.over = True
             self._silent.discard(request)
             self._retriever.after(None, partial(self._retriever.end, request))
-            self._retriever.after(None, partial(self._finished, request))
 
 
 def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., None]:
@@ -291,7 +251,3 @@ def _ranks() -> Any:
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
 
     return get_tp_group() if model_parallel_is_initialized() else None
-
-
-def _int32(tokens: Sequence[int]) -> Tokens:
-    return np.array(tokens, dtype=np.int32)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from agentspec.backends.vllm.proposer import SALT
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
-from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator, SampledTokens
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever, SampledTokens
+from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import opening
