@@ -143,3 +143,12 @@ def test_all_drafts_are_verified_by_the_function_that_ours_replaces(vllm: Path) 
     assert (
         "apply_temperature=False, is_drafting=False, use_fp64=self.use_fp64_gumbel" in sampler
     )  # the draw without drafts
+
+
+def test_the_runner_takes_no_tokens_back(vllm: Path) -> None:
+    """Where a load of KV blocks has failed. Once it does (vLLM's issue 49250), our record has to do the same."""
+    runner = ast.unparse(ast.parse((vllm / "v1/worker/gpu/model_runner.py").read_bytes()))
+    _, _, update = runner.partition("def update_requests(")
+    update, _, _ = update.partition("\n    def ")
+    assert "num_computed_tokens_np[req_index] = num_computed_tokens" in update
+    assert "total_len" not in update and "all_token_ids" not in update

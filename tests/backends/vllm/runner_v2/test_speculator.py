@@ -321,3 +321,38 @@ def test_the_host_never_waits_for_the_device(runner: Runner, late: Late) -> None
         runner.speculator.propose(step, None, None, None, None, sampled)
     with pytest.raises(AssertionError), _NoValueIsRead():
         sampled[0].item()
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+def test_a_step_costs_the_engine_one_copy_and_another_where_passages_were_found(
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    learn(runner, late)
+    for row in range(requests):
+        runner.begin(f"{row}", PROMPT, ANSWER)
+    retriever = runner.speculator._retriever
+    assert retriever is not None
+    runner.step()
+    while not retriever.found:
+        runner.step()
+    monkeypatch.setattr(runner.speculator, "_match", lambda *_: None)  # one kernel on a GPU
+    runner.speculator._ends.zero_()
+    batch = SimpleNamespace(req_ids=list(runner.rows), num_reqs=requests, idx_mapping=torch.arange(requests))
+    sampled = torch.zeros(requests, dtype=torch.int32)
+    for expected in (["index_copy_", "copy_"], ["copy_"]):
+        with _Operations() as seen:
+            runner.speculator.propose(batch, None, None, None, None, sampled)
+        assert seen.names == expected
+        runner.settle()
