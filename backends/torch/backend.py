@@ -331,6 +331,10 @@ class TorchBackend(ModelTokens):
         sampling, room = request.sampling, self.context_length - prompt
         least = max(1, sampling.min_tokens) if sampling.max_tokens is None else sampling.max_tokens
         if least > room:
-            message = f"{prompt} prompt tokens and {least} more do not fit the model's {self.context_length}"
+            # In Anthropic's words, by which agents shorten their prompt, or ask again for fewer tokens.
+            message = f"prompt is too long: {prompt} tokens > {self.context_length} maximum"
+            if room > 0:
+                exceeded = "input length and `max_tokens` exceed context limit"
+                message = f"{exceeded}: {prompt} + {least} > {self.context_length}; ask for at most {room} tokens"
             raise ContextLengthError(message, param="messages" if request.messages is not None else "prompt")
         return min(max(DEFAULT_MAX_TOKENS, least), room) if sampling.max_tokens is None else least

@@ -51,7 +51,7 @@ class TokenizerAdapter:
 
     def _check_length(self, text: str, limit: int | None, param: str) -> None:
         if limit is not None and (fewest := self.fewest_tokens(text)) > limit:
-            raise ContextLengthError(f"at least {fewest} prompt tokens do not fit the model's {limit}", param=param)
+            raise ContextLengthError(f"prompt is too long: at least {fewest} tokens > {limit} maximum", param=param)
 
     def render(
         self,

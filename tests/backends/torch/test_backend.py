@@ -108,6 +108,21 @@ async def test_a_refusal_names_the_wrong_parameter(
     assert caught.value.param == param and type(caught.value) is error
 
 
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "says"),
+    [
+        (500, 13, r"input length and `max_tokens` exceed context limit: 500 \+ 13 > 512; ask for at most 12 tokens"),
+        (512, 13, "prompt is too long: 512 tokens > 512 maximum"),
+    ],
+)
+async def test_a_prompt_that_does_not_fit_is_refused_in_words_that_agents_read(
+    backend_of: Any, prompt: int, max_tokens: int, says: str
+) -> None:
+    """Claude Code finds these numbers in Anthropic's own words, and asks again for less."""
+    with pytest.raises(ContextLengthError, match=f"^{says}$"):
+        await answer(backend_of(), ask(token_ids=[1] * prompt, sampling=SamplingParams(max_tokens=max_tokens)))
+
+
 async def drained(stream: AsyncIterator[Delta]) -> list[int]:
     return [token async for delta in stream for token in delta.token_ids]
 
