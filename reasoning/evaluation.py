@@ -9,14 +9,14 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.grading import final_answer, is_right
 from agentspec.reasoning.settings import DelegationSettings, SpecReasonSettings
-from agentspec.types import Delta, GenerateRequest, SamplingParams
+from agentspec.types import Delta, GenerateRequest
 
 LETTERS = "ABCDEFGHIJ"
 BASE, SMALL = "base alone", "small alone"
@@ -98,8 +98,8 @@ def _letter(answer: Any, choices: Sequence[str]) -> str:
     raise ValueError(f"the answer {answer!r} is none of the choices")
 
 
-Arms = dict[str, tuple[DelegationSettings, bool]]
-"""Ways to answer: the settings of a strategy's model, and whether it delegates or its base model thinks alone."""
+Arms = dict[str, DelegationSettings]
+"""Ways to answer: the settings of a strategy's model, some of them such that its base model thinks alone."""
 
 
 def arms_of(name: str, settings: DelegationSettings, thresholds: Sequence[float] = ()) -> Arms:
@@ -107,15 +107,16 @@ def arms_of(name: str, settings: DelegationSettings, thresholds: Sequence[float]
 
     Raises `ConfigurationError` for thresholds of a strategy that has none, and below 0.
     """
-    found = {BASE: (settings, False), SMALL: (settings.model_copy(update={"base": settings.small}), False)}
+    bases = {BASE: settings.base, SMALL: settings.small}
+    found = {arm: settings.model_copy(update={"base": base}).think_alone() for arm, base in bases.items()}
     if not thresholds:
-        return {**found, name: (settings, True)}
+        return {**found, name: settings}
     if not isinstance(settings, SpecReasonSettings) or min(thresholds) < 0:
         raise ConfigurationError(
             f"models.{name} has no such thresholds: they are numbers from 0 on, and those of specreason alone"
         )
     swept = {one: settings.model_copy(update={"threshold": one}) for one in thresholds}
-    return found | {f"{name}, threshold {one:g}": (changed, True) for one, changed in swept.items()}
+    return found | {f"{name}, threshold {one:g}": changed for one, changed in swept.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +190,7 @@ async def evaluate(
         for arm, index, n in waiting:
             problem, asked = problems[index], requests[arm]
             messages = [{"role": "user", "content": problem.prompt(prompt)}]
-            sampling = SamplingParams(max_tokens=asked.sampling.max_tokens, seed=n)
-            request = GenerateRequest(asked.model, messages=messages, sampling=sampling, speculation=asked.speculation)
+            request = replace(asked, messages=messages, sampling=replace(asked.sampling, seed=n))
             answered(await _graded(generate(request), problem, GradedAnswer(arm, index, n)))
 
     waiting = questions()

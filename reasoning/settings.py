@@ -7,9 +7,9 @@ To add a strategy, write a settings class here, list it in `STRATEGIES`, and let
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, HttpUrl, SecretStr
+from pydantic import AfterValidator, Field, HttpUrl, PrivateAttr, SecretStr
 
 from agentspec.settings_model import SettingsModel
 from agentspec.types import LossyAcceptance
@@ -68,11 +68,17 @@ class DelegationSettings(StrategySettings):
     """Whether two equal steps in a row end the thinking."""
     shown_nothing: ClassVar[tuple[str, ...]] = ()
     """Roles whose models are asked questions without the thinking so far."""
+    _alone: bool = PrivateAttr(default=False)
 
     @property
     def drafts_nothing(self) -> bool:
         """Whether the base model thinks alone by these settings."""
-        return False
+        return self._alone
+
+    def think_alone(self) -> Self:
+        """Let the base model think alone, as a baseline to compare with, and return these settings."""
+        self._alone = True
+        return self
 
     @property
     def spend_tokens(self) -> int:
@@ -94,7 +100,7 @@ class SpecReasonSettings(DelegationSettings):
 
     @property
     def drafts_nothing(self) -> bool:
-        return self.threshold > 9  # not even where a judge answers "10"
+        return super().drafts_nothing or self.threshold > 9  # not even where a judge answers "10"
 
 
 class SpeculativeThinkingSettings(DelegationSettings):

@@ -68,12 +68,11 @@ def evaluate(
     arms = evaluation.arms_of(name, strategy, _numbers(thresholds))
     problems = _problems(file, limit)
     named = {label: f"eval {at}" for at, label in enumerate(arms)}
-    models = settings.models | {named[label]: arm for label, (arm, _) in arms.items()}
-    sampling = SamplingParams(max_tokens=max_tokens)
-    requests = {
-        label: GenerateRequest(named[label], messages=(), sampling=sampling, speculation=delegates)
-        for label, (_, delegates) in arms.items()
-    }
+    models = settings.models | {named[label]: arm for label, arm in arms.items()}
+    sampling = SamplingParams(
+        max_tokens=max_tokens
+    )  # nothing is stored: one arm's answers would be drafts of another's
+    requests = {label: GenerateRequest(named[label], messages=(), sampling=sampling, store=False) for label in arms}
     answers, total = list[evaluation.GradedAnswer](), len(arms) * len(problems) * samples
 
     def answered(one: GradedAnswer) -> None:

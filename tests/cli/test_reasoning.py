@@ -74,6 +74,8 @@ def test_base_small_and_strategy_answer_the_same_problems(program: Program, pair
     assert found["complete"] and len(found["answers"]) == 16 and found["summary"][2]["tokens"] > 6
     asked = {str(request.messages[0]["content"]) for request in models["small"].requests if request.messages}
     assert any("separate logical reasoning steps" in text and "Problem: 2+3?" in text for text in asked)
+    sent = [one for model in models.values() for one in model.requests if "math problem" in str(one.messages)]
+    assert sent and all(one.speculation and not one.store for one in sent)
     shown = program("reasoning", "eval", problems, "-c", config, "--limit", 1, "--at-once", 3, "--prompt", "boxed")
     assert shown.exit_code == 0 and "3 of 3 answers" in shown.stdout and "100.0%" in shown.stdout
 
