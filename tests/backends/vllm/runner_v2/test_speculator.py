@@ -211,14 +211,6 @@ def test_a_failing_step_costs_no_tokens_of_the_output(
     assert recorded(cache) == [ANSWER]
 
 
-def test_unknown_salts_share_nothing(runner: Runner, late: Late) -> None:
-    learn(runner, late, salt="pepper")
-    assert learn(runner, late) == len(ANSWER)
-    assert learn(runner, late, salt="unknown") == len(ANSWER)
-    assert learn(runner, late, salt="unknown") == len(ANSWER)
-    assert learn(runner, late, salt="pepper") < len(ANSWER)
-
-
 @pytest.mark.parametrize(
     ("second", "salts", "together"),
     [("1_a", (None, None), True), ("1_b", (None, None), False), ("1_a", ("x", "x"), True), ("1_a", ("x", "y"), False)],
