@@ -86,6 +86,7 @@ def _gpu_row(row: dict[str, Any]) -> str:
     if ratio is not None:
         low, high = row.get("interval", (ratio, ratio))
         verdict = "met" if low >= goal else "**missed**" if high < goal else "undecided"
+        verdict += "" if row["equal"] else ", **answers differ**"
         said = f"{ratio:.2f}x [{low:.2f}, {high:.2f}], {row['shape']} on {row['device']}: {verdict}"
     return f"| {row['requests']} | {row['drafter']} | {row['against']} | {goal}x | {said} |"
 

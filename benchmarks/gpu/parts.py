@@ -22,26 +22,31 @@ from typing import Any
 from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
 
 SECONDS = 240  # of a part
-WHEELS = {"vllm": ("vllm==0.33.0", "arctic-inference"), "sglang": ("sglang==0.5.23",)}
+PACKAGES = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
+ARCTIC = "arctic-inference==0.3.0"  # only its source is published: a part without it has no such drafter
 PYTHON = "python{}.{}".format(*sys.version_info)
 RUN = f"""#!/bin/sh
 set -e
 cd "$(dirname "$0")"
-for engine in {" ".join(WHEELS)}; do
-  [ -e env/$engine/complete ] && continue
-  {PYTHON} -m venv --clear env/$engine
-  env/$engine/bin/pip install -q --no-index wheels/$engine/*.whl && touch env/$engine/complete || echo "no $engine"
+nvidia-smi -L || {{ echo "These parts need a GPU of NVIDIA, and nvidia-smi finds none." >&2; exit 1; }}
+for package in {" ".join(PACKAGES.values())}; do
+  env=env/${{package%%=*}}
+  [ -e $env/complete ] && continue
+  {PYTHON} -m venv --clear $env
+  install="$env/bin/pip install -q --no-index --find-links wheels"
+  $install $package 'agentspec-inference[torch]' && touch $env/complete || echo "no $package: its parts fail"
+  [ $package != {PACKAGES["vllm"]} ] || $install --no-deps {ARCTIC} || echo "without Arctic's suffix tree"
 done
 exec env/vllm/bin/python -P -m agentspec.benchmarks.gpu.parts run . "$@"
 """
-V2, ARCTIC, NGRAM, EAGLE, HYBRID = "agentspec V2", "Arctic", "ngram_gpu", "EAGLE", "agentspec with EAGLE"
+V2, SUFFIX, NGRAM, EAGLE, HYBRID = "agentspec V2", "Arctic", "ngram_gpu", "EAGLE", "agentspec with EAGLE"
 GOALS = (  # part, requests at once, drafter, against which, and how many times as fast a whole call is to be
     ("vllm-1", 1, V2, NGRAM, 1.3),
     ("vllm-8", 8, V2, NGRAM, 1.2),
     ("vllm-32", 32, V2, NGRAM, 1.2),
     ("vllm-128", 128, V2, NGRAM, 1.0),
-    ("vllm-8", 8, V2, ARCTIC, 1.15),
-    ("vllm-128", 128, V2, ARCTIC, 1.15),
+    ("vllm-8", 8, V2, SUFFIX, 1.15),
+    ("vllm-128", 128, V2, SUFFIX, 1.15),
     ("hybrid", 1, HYBRID, EAGLE, 1.0),
 )
 
@@ -56,8 +61,8 @@ COMMANDS = {  # of `agentspec bench`, but for SGLang's: the drafter
     "vllm-1": _vllm("calls", NGRAM, V2),
     "vllm-32": _vllm("calls", NGRAM, V2, at_once=32),
     "vllm-answers": _vllm("answers", NGRAM, V2),
-    "vllm-8": _vllm("calls", NGRAM, V2, ARCTIC, at_once=8),
-    "vllm-128": _vllm("calls", NGRAM, V2, ARCTIC, at_once=128),
+    "vllm-8": _vllm("calls", NGRAM, V2, SUFFIX, at_once=8),
+    "vllm-128": _vllm("calls", NGRAM, V2, SUFFIX, at_once=128),
     "hybrid": _vllm("calls", EAGLE, HYBRID),
     **{f"sglang-{drafter}": [drafter] for drafter in ("none", "NGRAM", "agentspec")},
     "engine": ["gpu", "--seconds", "200", "--learned", "400"],
@@ -68,33 +73,28 @@ def command_of(name: str, folder: Path) -> list[str]:
     """The whole command of a part, to be run in the folder."""
     out = f"results/{name}.json"
     if name.startswith("sglang"):
-        return [
-            "env/sglang/bin/python",
-            "-P",
-            "-m",
-            "agentspec.benchmarks.sglang_engine",
-            *COMMANDS[name],
-            "sglang",
-            out,
-        ]
+        program = ["env/sglang/bin/python", "-P", "-m", "agentspec.benchmarks.sglang_engine"]
+        return [*program, *COMMANDS[name], "sglang", out]
     traces = [word for path in sorted((folder / "data").glob("*.jsonl*")) for word in ("--traces", f"data/{path.name}")]
     return ["env/vllm/bin/agentspec", "bench", *COMMANDS[name], *traces, "--tokenizer", "data", "--json", out]
 
 
-def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool) -> None:
-    """Fill the folder. `dry` only prints how the wheels would be fetched and built."""
-    for name in ("data", "results"):
+def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool) -> list[str]:
+    """Fill the folder, of whose wheels those that are there are not fetched again. Returns the packages that could not
+    be had. `dry` only prints how the wheels would be fetched and built.
+    """
+    for name in ("data", "results", "wheels"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for path in (*traces, tokenizer / "tokenizer.json"):
         shutil.copy(path, folder / "data")
     (folder / "run").write_text(RUN)
     (folder / "run").chmod(0o755)
-    for engine, wanted in WHEELS.items():
-        checkout = f"{Path(__file__).resolve().parents[2]}[torch]"
-        arguments = ["wheel", "--prefer-binary", "--wheel-dir", str(folder / "wheels" / engine), *wanted, checkout]
-        print("pip", *arguments)
-        if not dry:
-            subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+    checkout, wheels = f"{Path(__file__).resolve().parents[2]}[torch]", str(folder / "wheels")
+    fetch = [sys.executable, "-m", "pip", "wheel", "--prefer-binary", "--find-links", wheels, "--wheel-dir", wheels]
+    wanted = {package: [package, checkout] for package in PACKAGES.values()}
+    commands = {package: [*fetch, *words] for package, words in (wanted | {ARCTIC: ["--no-deps", ARCTIC]}).items()}
+    print(*(" ".join(command) for command in commands.values()), sep="\n")
+    return [] if dry else [package for package, fetch in commands.items() if subprocess.run(fetch).returncode]
 
 
 def run(folder: Path, chosen: Sequence[str], seconds: float = SECONDS) -> int:
@@ -166,7 +166,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.action == "run":
         sys.exit(min(run(given.folder, given.parts), 1))
-    prepare(given.folder, given.traces, given.tokenizer, dry=given.dry_run)
+    if lacking := prepare(given.folder, given.traces, given.tokenizer, dry=given.dry_run):
+        sys.exit(f"{given.folder} has no {', '.join(lacking)}, so their parts fail there. Run this again for the rest.")
 
 
 if __name__ == "__main__":

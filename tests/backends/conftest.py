@@ -10,16 +10,20 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentspec.backends.engine_plugin import cache_router, drafter  # what an engine opens by its own configuration
 from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
 from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.cache import CacheRequest, SuffixCache
+from agentspec.cache.storage.codec import decode
 from agentspec.types import Namespace
 
 KEPT = (".py", ".cpp", ".h")
@@ -27,6 +31,18 @@ NEWEST = ["newest"] if os.environ.get("AGENTSPEC_NEWEST_ENGINES") else []  # of 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_34_x86_64")
 
 Unpack = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def served_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of bytes, with heads as wide as engines have them and as many as three ranks share."""
+    config = LlamaConfig.from_pretrained(tiny_model, hidden_size=96, head_dim=64, num_attention_heads=6)
+    config.num_key_value_heads, config.intermediate_size = 3, 192
+    folder = tmp_path_factory.mktemp("models") / "served"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def opening(cache: SuffixCache, namespace: Callable[[str], Namespace] = Namespace, **salts: str) -> Any:
@@ -46,6 +62,17 @@ def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[l
     with cache.request([1], namespace=namespace) as request:
         shared = request.indexes[-1][0]
     return sorted(shared.tokens(number).tolist() for number in shared.usage()[0].tolist())
+
+
+def rows_in(folder: Path, columns: str) -> Sequence[Any]:
+    """Those of the sequences in the database of a server."""
+    with sa.create_engine(f"sqlite:///{folder}/sequences.sqlite3").connect() as database:
+        return database.execute(sa.text(f"SELECT {columns} FROM sequences")).all()
+
+
+def stored_in(folder: Path) -> list[list[int]]:
+    """The outputs in the database of a server, in order."""
+    return sorted(decode(row).tokens.tolist() for row in rows_in(folder, "*"))
 
 
 @pytest.fixture

@@ -15,25 +15,14 @@ def test_every_setting_of_the_cache_can_be_given(tmp_path: Path) -> None:
     password = {"AGENTSPEC_CACHE__PASSWORD_FILE": str(tmp_path / "secret")}
     settings = read_settings("VLLM", {"AGENTSPEC_STORE_URL": "postgresql://me@db/agents", **password})
     assert settings.cache.location() == "postgresql://me:p%20w@db/agents"
-    settings = read_settings(
-        "VLLM",
-        {
-            "AGENTSPEC_CACHE_PATH": "/srv/agentspec",
-            "AGENTSPEC_CACHE__MEMORY_BYTES": "2GiB",
-            "AGENTSPEC_CACHE__DISK_BYTES": "8GiB",
-            "AGENTSPEC_CACHE__RETENTION": "30d",
-            "AGENTSPEC_CACHE__REFUSE_PATTERNS": '["sk-\\\\w+"]',
-            "AGENTSPEC_TENANT": "acme",
-            "AGENTSPEC_VLLM_SALTS": '{"pepper": "other"}',
-        },
-    )
-    assert settings.cache.location() == Path("/srv/agentspec")
-    assert settings.cache.memory_bytes == 2 << 30
-    assert settings.cache.disk_bytes == 8 << 30
-    assert settings.cache.retention == 30 * 86400
-    assert settings.cache.refuse_patterns == (r"sk-\w+",)
-    assert settings.tenant == "acme"
-    assert settings.salts == {"pepper": "other"}
+    given = {"MEMORY_BYTES": "2GiB", "DISK_BYTES": "8GiB", "RETENTION": "30d", "REFUSE_PATTERNS": '["sk-\\\\w+"]'}
+    environment = {f"AGENTSPEC_CACHE__{name}": value for name, value in given.items()}
+    environment |= {"AGENTSPEC_CACHE_PATH": "/srv", "AGENTSPEC_TENANT": "acme"}
+    settings = read_settings("VLLM", {**environment, "AGENTSPEC_VLLM_SALTS": '{"pepper": "other"}'})
+    found = settings.cache
+    assert (found.location(), found.memory_bytes, found.disk_bytes) == (Path("/srv"), 2 << 30, 8 << 30)
+    assert (found.retention, found.refuse_patterns) == (30 * 86400, (r"sk-\w+",))
+    assert (settings.tenant, settings.salts) == ("acme", {"pepper": "other"})
 
 
 @pytest.mark.parametrize(

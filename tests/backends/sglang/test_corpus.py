@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from agentspec.backends.engine_plugin import drafter
-from agentspec.backends.engine_plugin.request_state import PREDICTION
 from agentspec.backends.sglang.corpus import SEPARATOR, TokenCacheCorpus, request_info
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
@@ -160,18 +159,6 @@ def test_what_a_request_says_of_itself() -> None:
     session = SimpleNamespace(session_id="opened")
     plain = request_info(Req("a", [1], [], session=session, sampling_params=custom(agentspec_prediction="no")))
     assert (plain.labels.session, plain.prediction, plain.salt, plain.adapter) == ("opened", (), None, "")
-
-
-def test_a_prediction_is_drafted_from_before_everything_else(corpora: Corpora) -> None:
-    server = scheduler(corpora())
-    server.run(Req("a", [1], OTHER))
-    params = custom(**{PREDICTION: TEXT})
-    req = Req("b", [1], TEXT, sampling_params=params)
-    assert first_tree(server.worker.ngram_corpus, req, TEXT) == NODES - 1
-    server.steps = 0
-    edited = [*TEXT[:20], 7, 8, *TEXT[20:]]
-    server.run(Req("c", [1], edited, sampling_params=params))
-    assert server.steps < len(edited) / 3
 
 
 @pytest.mark.parametrize("patience", [0.0, 60.0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,25 @@ def folder(tmp_path: Path, calls_of: Any, tokenizer: Path) -> Path:
         path.write_text(PROGRAM)
         path.chmod(0o755)
     return tmp_path / "gpu"
+
+
+def test_the_script_needs_a_gpu_and_runs_the_parts_that_are_named(folder: Path) -> None:
+    (programs := folder / "programs").mkdir()
+    for name, text in (("programs/nvidia-smi", "exit 9"), ("env/vllm/bin/python", 'echo "$@"')):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    for engine in ("vllm", "sglang"):
+        (folder / "env" / engine / "complete").touch()
+
+    def script() -> tuple[int, str]:
+        environment = {"PATH": f"{programs}:{os.environ['PATH']}"}
+        done = subprocess.run([folder / "run", "vllm-1"], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = script()
+    assert code == 1 and "need a GPU" in said
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    assert script() == (0, "-P -m agentspec.benchmarks.gpu.parts run . vllm-1\n")
 
 
 def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Drafting one or two steps late, on a runner in miniature; with vLLM's own classes: test_contract.py."""
+"""Drafting one or two steps late, on a runner in miniature; in a whole server: ../test_server.py."""
 
 from __future__ import annotations
 
