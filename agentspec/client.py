@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, closing
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 from urllib.parse import urlsplit
 
 import anyio
@@ -34,7 +34,12 @@ from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
 from agentspec.step.report import observe
 from agentspec.step.scope import current, current_labels, current_policy, require_text
+from agentspec.telemetry import gen_ai, tracing
+from agentspec.telemetry.safe_errors import error_name
 from agentspec.types import Delta, GenerateRequest, Labels, SamplingParams, Speculation, StructuredOutputs, Usage
+
+if TYPE_CHECKING:
+    from agentspec.telemetry.otel import Span
 
 Chat = str | Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"
@@ -206,23 +211,45 @@ async def counted(
     began = time.perf_counter()
     usage: Usage | None = None
     speculation: Speculation | None = None
-    failed = False
+    failed: str | None = None
+    span, texts, reasons = _begin_span(call), list[str](), list[str]()
+    captured = span is not None and call.store and tracing.captures_content()
     try:
         with anyio.fail_after(timeout):
             runtime = runtime_of()
             await runtime.start_for(call.model)
             began = time.perf_counter()  # the time to load a model does not count
             async with aclosing(_attempts(runtime, call, max_retries)) as deltas:
-                async for delta in deltas:
+                async for delta in deltas if span is None else span.each(deltas):
+                    texts += [delta.text] if captured else []
+                    reasons += [delta.finish_reason] if delta.finish_reason else []
                     usage, speculation = delta.usage or usage, delta.speculation or speculation
                     yield delta
     except Exception as error:
-        failed = True
+        failed = error_name(error)
         if isinstance(error, TimeoutError):
             raise RequestTimeoutError(f"no whole answer within timeout={timeout!r} seconds") from None
         raise
     finally:
-        observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed)
+        observe(usage, speculation, time.perf_counter() - began, labels=call.labels, failed=failed is not None)
+        if span is not None:
+            span.set(gen_ai.of_answer(usage, speculation, reasons=reasons))
+            if captured:
+                choices = [("".join(texts), reasons[-1] if reasons else "unknown")]
+                span.set({"gen_ai.output.messages": gen_ai.output_messages(choices)})
+            span.end(failed)
+
+
+def _begin_span(call: GenerateRequest) -> Span | None:
+    """The span of a call, where something is traced."""
+    chat = call.messages is not None
+    if (span := tracing.start("chat" if chat else "text_completion", call.model, kind="client")) is None:
+        return None
+    given = {name: getattr(call.sampling, name) for name in SAMPLING if call.sampling.is_given(name)}
+    span.set({**gen_ai.of_request(given, call.labels), "gen_ai.request.model": call.model})
+    if call.store and tracing.captures_content():
+        span.set({"gen_ai.input.messages": gen_ai.input_messages({"messages": call.messages, "prompt": call.text})})
+    return span
 
 
 async def _attempts(runtime: Runtime, call: GenerateRequest, max_retries: int) -> AsyncGenerator[Delta]:

@@ -1,8 +1,8 @@
 """The error classes, each with the HTTP status and the OpenAI `type` and `code` that the gateway reports.
 
 AgentSpecError
-├── ConfigurationError            settings that cannot work; says which setting to change
-├── InvalidRequestError      400  the caller's mistake; `param` names the field
+├── ConfigurationError            settings that cannot work
+├── InvalidRequestError      400  the caller's mistake
 │   ├── ContextLengthError   400  prompt and max_tokens do not fit the model
 │   ├── ModelNotFoundError   404  no configured model has this name
 │   ├── OverRateLimitError   400  asks for more tokens than the key's limits ever allow
@@ -23,17 +23,17 @@ AgentSpecError
 ├── EngineError              500  the local engine failed on this request
 │   └── EngineStoppedError   503  the local engine can compute nothing any more: its device failed
 ├── CacheError               500  the cache cannot do what the caller requested
-│   ├── CacheClosedError          used after close()
+│   ├── CacheClosedError          a cache that is used after close()
 │   ├── CacheLockedError          another process writes to the folder
 │   ├── CacheUnavailableError     the database cannot be used now: no permission, disk full, no server
 │   └── CacheFormatError          files on disk cannot be used
-│       ├── CacheVersionError     they have another version of the format, or another byte order
-│       ├── CacheNamespaceError   they belong to another tenant, model, tokenizer or chat template
-│       └── CacheDamagedError     their content differs from what was written
+│       ├── CacheVersionError     files of another version of the format, or of another byte order
+│       ├── CacheNamespaceError   files of another tenant, model, tokenizer or chat template
+│       └── CacheDamagedError     files whose content differs from what was written
 ├── KnowledgeBaseError       502  a knowledge base could not be searched, or gave no usable answer
 └── UpstreamError            502  an upstream could not be reached, or ended the answer early
-    ├── UpstreamAuthenticationError  it refused the key that the operator configured for it
-    ├── UpstreamIsolationError  503  it cannot keep the requests of several tenants apart
+    ├── UpstreamAuthenticationError  an upstream refused the key that the operator configured for it
+    ├── UpstreamIsolationError  503  an upstream cannot keep the requests of several tenants apart
     ├── UpstreamTimeoutError 504  an upstream did not answer in time
     ├── NoServerError        503  no server of a pool can take the call now; `retry_after` seconds
     └── UpstreamStatusError       an upstream answered with an error; `status`, `body` and `headers` are its own
@@ -272,6 +272,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "langgraph": ("langgraph", "langchain", "langchain_core"),
     "retrieval": ("bm25s", "faiss"),
     "postgres": ("psycopg",),
+    "otel": ("opentelemetry",),
 }
 
 

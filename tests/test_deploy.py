@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
+from shutil import which
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import Settings, load_settings
+from agentspec.telemetry.metrics import Metrics
+from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, SPEC_DECODE, TENANT
+from agentspec.testing import FakeBackend
+from tests.proxy.conftest import gateway, wait_for
+
+__all__ = ["gateway"]
 
 ENVIRONMENT = Path(os.environ.get("AGENTSPEC_DEPLOY_ENV") or Path(__file__).parents[1] / ".venv-deploy")
 Manifest = dict[str, Any]
@@ -162,3 +171,66 @@ def test_the_chart_renders_to_what_schemas_allow(repository: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "default: 13 objects" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def queries(deploy: Path) -> list[str]:
+    """The queries of the dashboard and the alerts."""
+    monitoring = deploy / "monitoring"
+    panels = [one for one in json.loads((monitoring / "dashboard.json").read_text())["panels"] if one["type"] != "row"]
+    rules = yaml.safe_load((monitoring / "alerts.yaml").read_text())["groups"][0]["rules"]
+    written = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
+    return [one.replace("$__rate_interval", "5m").replace("$model", ".*") for one in written]
+
+
+def test_boards_alerts_and_the_page_name_the_series_that_the_gateway_exports(queries: list[str], deploy: Path) -> None:
+
+    metrics = Metrics(version="1")
+    metrics.connections(lambda: 0)
+    kinds = re.findall(r"^# TYPE (\S+) (\w+)", metrics.render().decode(), re.MULTILINE)
+    families: list[Any] = [*ENGINE, *INDEX, *MEMBER, *SPEC_DECODE, *TENANT]
+    computed = {one.name + ("" if one.falls else "_total") for one in families}
+    exported = {name for name, _ in kinds} | computed
+    named = set(re.findall(r"(?:agentspec_|vllm:)\w+", " ".join(queries)))
+    assert {name.removesuffix("_bucket") for name in named} <= exported
+    page = (deploy.parents[1] / "docs" / "operations.md").read_text()
+    table = "".join(line for line in page.splitlines() if line.startswith(("| `agentspec_", "| `vllm:")))
+    assert set(re.findall(r"`((?:agentspec_|vllm:)\w+)`", table)) == exported
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (which("prometheus") and which("promtool")), reason="needs Debian's package prometheus")
+def test_prometheus_scrapes_the_gateway_and_answers_every_query(
+    gateway: Any, queries: list[str], deploy: Path, tmp_path: Path, free_tcp_port: int
+) -> None:
+    running = gateway({"m": FakeBackend("an answer")})
+    url = f"{running.url}/v1/chat/completions"
+    assert httpx.post(url, json={"model": "m", "messages": [{"role": "user", "content": "hi"}]}).status_code == 200
+    text = httpx.get(f"{running.url}/metrics").text
+    found = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert [line for line in (found.stdout + found.stderr).splitlines() if not line.startswith("vllm:")] == []
+    for name in ("alerts.yaml", "prometheus.yaml"):
+        written = (deploy / "monitoring" / name).read_text()
+        (tmp_path / name).write_text(written.replace("127.0.0.1:8700", running.url[7:]).replace(": 15s", ": 1s"))
+    files = ["--config.file=prometheus.yaml", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    command = ["prometheus", *files, f"--web.listen-address=127.0.0.1:{free_tcp_port}", "--log.level=error"]
+    with subprocess.Popen(command, cwd=tmp_path) as prometheus:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{free_tcp_port}/api/v1") as client:
+                wait_for(lambda: _result(client, 'up{job="agentspec"} == 1'))
+                assert _result(client, 'agentspec_requests_total{model="m"}')
+                for query in queries:
+                    _result(client, query)
+                rules = client.get("/rules").json()["data"]["groups"][0]["rules"]
+                assert len(rules) == 12 and {rule["health"] for rule in rules} <= {"ok", "unknown"}
+        finally:
+            prometheus.terminate()
+
+
+def _result(client: httpx.Client, query: str) -> Any:
+    try:
+        answer = client.get("/query", params={"query": query})
+    except httpx.TransportError:
+        return None
+    assert answer.status_code in (200, 503), (query, answer.text)  # 503 while it starts
+    return answer.status_code == 200 and answer.json()["data"]["result"]

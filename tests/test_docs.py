@@ -35,7 +35,7 @@ ALL = [*TEXTS, *PAGES, *GUIDES]
 
 FOLDERS = ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples", "docs")
 
-MOST_PAGES = 14
+MOST_PAGES = 15  # of which errors.md is generated
 MOST_WORDS = 35_000  # of all pages but the generated settings
 MOST_WORDS_OF_A_GUIDE = 600
 

@@ -12,7 +12,10 @@ import agentspec
 from agentspec import errors
 from agentspec.errors import EXTRAS, extra_of, install_advice, needs_extra
 
-NAMES = {"faiss": "faiss-cpu"}  # of distributions that differ by more than a dash
+NAMES = {
+    "faiss": "faiss-cpu",
+    "opentelemetry": "opentelemetry-exporter-otlp-proto-http",
+}  # of distributions that differ by more than a dash
 HEAVY = {"torch", "transformers", "numpy", "httpx", "pydantic", "sqlalchemy", "starlette", "langchain_core", "typer"}
 
 
@@ -26,6 +29,11 @@ def test_importing_the_package_imports_nothing_heavy():
     loaded = modules_after("import agentspec")
     assert not loaded & HEAVY
     assert {name for name in loaded if name.startswith("agentspec")} == {"agentspec"}
+
+
+def test_nothing_is_traced_unless_the_process_traces():
+    loaded = modules_after("import agentspec.proxy.serving as one, agentspec.client; one.tracing.configure()")
+    assert "agentspec.telemetry.tracing" in loaded and not any(name.startswith("opentelemetry") for name in loaded)
 
 
 @pytest.mark.parametrize("code", ["import agentspec.types", "import agentspec.errors", "from agentspec import step"])

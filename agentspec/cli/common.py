@@ -40,8 +40,10 @@ class ErrorGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except AgentSpecError as error:
-            typer.echo(f"agentspec: {error}", err=True)
-            raise typer.Exit(MISUSED if isinstance(error, ConfigurationError) else FAILED) from None
+            misused = isinstance(error, ConfigurationError)  # which says itself what to change
+            line = "" if misused or error.code is None else f" (docs/errors.md#{error.code})"
+            typer.echo(f"agentspec: {error}{line}", err=True)
+            raise typer.Exit(MISUSED if misused else FAILED) from None
         except KeyboardInterrupt:  # a model that loads, in a thread, would hold up the end or abort the process
             typer.echo("agentspec: interrupted", err=True)
             sys.stdout.flush()

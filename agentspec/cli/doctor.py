@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ABILITIES = ("token_ids", "tokenizes", "continue_final", "logprobs")
 # Distributions whose name differs from the package's by more than a dash.
-_DISTRIBUTIONS = {"faiss": "faiss-cpu"}
+_DISTRIBUTIONS = {"faiss": "faiss-cpu", "opentelemetry": "opentelemetry-exporter-otlp-proto-http"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,8 @@ def check_servers(name: str, settings: OpenAISettings) -> Iterator[Check]:
     try:
         found = anyio.run(discover, settings)
     except (OSError, UnicodeError, AgentSpecError) as error:
-        yield Check(f"{name}: upstream", "fail", str(error), f"correct backends.{name}")
+        setting = "base_url" if settings.base_urls is None else "base_urls"
+        yield Check(f"{name}: upstream", "fail", str(error), f"correct backends.{name}.{setting}")
         return
     for one in found:
         yield from check_upstream(f"{name}/{one.name}", settings.for_server(one.url), one.connect)
@@ -164,7 +165,8 @@ def check_upstream(name: str, settings: OpenAISettings, address: str | None = No
     try:
         report = anyio.run(probe)
     except AgentSpecError as error:
-        yield Check(label, "fail", str(error), f"correct backends.{name}")
+        setting = error.param or ("api_key_file" if settings.api_key_file else "base_url")
+        yield Check(label, "fail", str(error), f"correct backends.{name.partition('/')[0]}.{setting}")
         return
     if report.error is not None:
         advice = f"correct backends.{name} and its API key" if report.reachable else "start it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -22,7 +23,8 @@ from agentspec.langchain.messages import usage_of
 from agentspec.protocol.headers import PREFILL_HEADER
 from agentspec.protocol.policy import StepPolicy
 from agentspec.step.report import headers, model_call, unmetered
-from agentspec.step.scope import current, current_model, entered
+from agentspec.step.scope import current, current_model, current_policy, entered
+from agentspec.telemetry import tracing
 from agentspec.tools import ToolSession
 from agentspec.types import Labels, Usage
 
@@ -93,16 +95,18 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
             return end(count(await handler(self._with_settings(request))))
 
     def wrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], R]) -> R:
-        if self.early_tools is None:
-            return handler(request)
-        with self._as_tool():
-            return self.early_tools.run(request, handler)
+        with _tool_span(request) as show:
+            if self.early_tools is None:
+                return show(handler(request))
+            with self._as_tool():
+                return show(self.early_tools.run(request, handler))
 
     async def awrap_tool_call(self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[R]]) -> R:
-        if self.early_tools is None:
-            return await handler(request)
-        with self._as_tool():
-            return await self.early_tools.arun(request, handler)
+        with _tool_span(request) as show:
+            if self.early_tools is None:
+                return show(await handler(request))
+            with self._as_tool():
+                return show(await self.early_tools.arun(request, handler))
 
     def _scope(self, node: str | None = None) -> tuple[Labels, StepPolicy]:
         """The labels and the policy of what the agent's present node does, or another `node` of it."""
@@ -151,6 +155,26 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         if _is_cached(model) or not _takes_settings(model):
             return False
         return not _is_hosted(model) if self.send_headers is None else self.send_headers
+
+
+@contextmanager
+def _tool_span(request: ToolCallRequest) -> Iterator[Callable[[R], R]]:
+    """Around a tool that the model called: a span, which may hold arguments and result where texts are captured."""
+    call = request.tool_call
+    named = {"gen_ai.tool.name": call["name"], "gen_ai.tool.call.id": call["id"], "gen_ai.tool.type": "function"}
+    with tracing.span("execute_tool", call["name"], named) as span:
+        captured = span is not None and current_policy().store is not False and tracing.captures_content()
+        if span is not None and captured:
+            span.set({"gen_ai.tool.call.arguments": json.dumps(call["args"], default=str)})
+
+        def show(result: R) -> R:
+            if span is not None and captured:
+                span.set({"gen_ai.tool.call.result": str(getattr(result, "content", result))})
+            if span is not None and getattr(result, "status", None) == "error":
+                span.set({"error.type": "tool_error"})
+            return result
+
+        yield show
 
 
 @contextmanager

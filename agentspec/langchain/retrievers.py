@@ -11,7 +11,9 @@ from pydantic import Field
 
 from agentspec.background import call_sync
 from agentspec.errors import ConfigurationError
-from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase
+from agentspec.reasoning.retrieval.knowledge.base import Hit, KnowledgeBase, search
+from agentspec.step.scope import current_policy
+from agentspec.telemetry import tracing
 
 
 class KnowledgeRetriever(BaseRetriever):
@@ -37,7 +39,8 @@ class KnowledgeRetriever(BaseRetriever):
         base: KnowledgeBase = self.base
         if k is not None and k < 1:
             raise ConfigurationError(f"ask for at least one document, not {k}", param="k")
-        found = await base.search([await base.metric.encode(text)], self.k if k is None else k)
+        shown = text if tracing.captures_content() and current_policy().store is not False else None
+        found = await search(base, [await base.metric.encode(text)], self.k if k is None else k, shown)
         return [_langchain(hit) for hit in found.hits[0]]
 
 

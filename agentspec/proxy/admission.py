@@ -23,11 +23,10 @@ MAX_QUEUED = 256  # requests of one tenant that may wait
 
 @dataclass(slots=True)
 class _TenantQueue:
-    """One tenant's running requests, those that wait (by deadline, then by arrival), and how many were refused."""
+    """One tenant's running requests, and those that wait (by deadline, then by arrival)."""
 
     limits: TenantLimits
     running: int = 0
-    refused: int = 0
     waiting: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
 
     @property
@@ -86,13 +85,13 @@ class Slots:
 
     def samples(self) -> Iterator[TenantSample]:
         for name, one in list(self._tenants.items()):
-            yield TenantSample(name, one.running, len(one.waiting), one.refused)
+            yield TenantSample(name, one.running, len(one.waiting))
 
     async def _wait(self, tenant: _TenantQueue, patience: float) -> None:
         settings, self._loop = self._settings, asyncio.get_running_loop()
         if settings.queue_timeout <= 0 or len(tenant.waiting) >= MAX_QUEUED:
             full = "the tenant's max_concurrent" if self.running < self._most else "server.max_concurrent"
-            raise self._refusal(tenant, f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else full)
+            raise _refusal(f"{MAX_QUEUED} wait" if settings.queue_timeout > 0 else full)
         turn: asyncio.Future[None] = self._loop.create_future()
         heappush(tenant.waiting, (self._loop.time() + patience, next(self._numbers), turn))
         limit = asyncio.timeout(min(settings.queue_timeout, patience))
@@ -106,7 +105,7 @@ class Slots:
                 tenant.waiting = [one for one in tenant.waiting if one[2] is not turn]
                 heapify(tenant.waiting)
             if isinstance(error, TimeoutError) and limit.expired():
-                raise self._refusal(tenant, "server.queue_timeout") from None
+                raise _refusal("server.queue_timeout") from None
             raise
 
     def _has_room(self, tenant: _TenantQueue) -> bool:
@@ -138,9 +137,9 @@ class Slots:
                 if not turn.done():
                     turn.set_exception(_closed())
 
-    def _refusal(self, tenant: _TenantQueue, setting: str) -> OverloadedError:
-        tenant.refused += 1
-        return OverloadedError(f"too many requests at once: this one found no free slot in time ({setting})")
+
+def _refusal(setting: str) -> OverloadedError:
+    return OverloadedError(f"too many requests at once: this one found no free slot in time ({setting})")
 
 
 def _closed() -> ShuttingDownError:

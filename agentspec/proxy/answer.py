@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.types import Message, Scope, Send
 
 from agentspec.backends.http import MEMBER_HEADER
-from agentspec.errors import AgentSpecError, UpstreamError
+from agentspec.errors import OverloadedError, UpstreamError
 from agentspec.protocol.errors import anthropic_error
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.proxy.auth import Identity
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.logs import logger
 from agentspec.step.statistics import StepStatistics
+from agentspec.telemetry.gen_ai import CAPTURED_BYTES, end_request
 from agentspec.telemetry.metrics import Metrics
 from agentspec.types import Delta, Labels, Speculation, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.pool.pool import Attempt
+    from agentspec.telemetry.otel import Span
 
 _KEY = "agentspec.answer"
 BYTES_PER_TOKEN = 4
@@ -45,9 +47,10 @@ class RequestAnswer:
     `key` is the identity of the request's key, None before the check; `has_gateway_key`: the gateway has keys, so that
     a client's Authorization header is for it. `anthropic`: the route is of Anthropic's API, and so are its errors.
     `response_headers` are added by the backend, `limit_headers` say where the key stands. `attempt` is the server of a
-    pool that answers or failed last; only operators see its name. `labels` are those of a request that generates,
+    pool that answers or failed last; only operators see its name. `queued` are the seconds until it got a slot,
+    `rejected` the limit that refused it, or "overloaded". `labels` are those of a request that generates,
     `early_tools` what its agent counted. `correct_charge` is called once with the finished answer; `watch` sees each
-    message before it is sent.
+    message before it is sent. `span` is that of the request, `sent` its answer's body, for a span that may hold texts.
     """
 
     request_id: str
@@ -64,6 +67,8 @@ class RequestAnswer:
     status: int = 0
     outcome: str = "ok"
     error: str | None = None
+    rejected: str | None = None
+    queued: float | None = None
     stream: bool = False
     usage: Usage | None = None
     speculation: Speculation | None = None
@@ -78,6 +83,8 @@ class RequestAnswer:
     attempt: Attempt | None = None
     correct_charge: Callable[[RequestAnswer], None] | None = None
     watch: Callable[[Message], Awaitable[None]] | None = None
+    span: Span | None = None
+    sent: bytearray | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> RequestAnswer:
@@ -125,7 +132,7 @@ class RequestAnswer:
 
     def interrupt(self, error: Exception) -> None:
         """Record that `error` broke the answer off after it had begun."""
-        self.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)
+        self.fail(outcome(error), error_response(error).code)
         log_unexpected(error, self.request_id)
         if isinstance(error, UpstreamError) and self.attempt is not None:
             self.attempt.broke()
@@ -146,6 +153,8 @@ class RequestAnswer:
         """
         failed = error_response(error, self.request_id)
         self.fail(outcome(error), failed.code)
+        if isinstance(error, OverloadedError):
+            self.rejected = getattr(error, "limit", failed.code)
         log_unexpected(error, self.request_id)
         if self.body_begun:
             return
@@ -170,6 +179,8 @@ class RequestAnswer:
             if not self.stream and self.release_slot is not None:
                 self.release_slot()  # a client that reads a whole answer slowly takes no slot from others
         body, more = message.get("body", b""), message.get("more_body", False)
+        if self.sent is not None and len(self.sent) + len(body) <= CAPTURED_BYTES:
+            self.sent += body
         while len(body) > PIECE:
             await self.send_on(piece(body[:PIECE]))
             message, body = {**message, "body": body[PIECE:]}, body[PIECE:]
@@ -189,13 +200,19 @@ class RequestAnswer:
             yield MEMBER_HEADER.encode(), self.attempt.member.encode("ascii", "replace")
 
     def finish(self, metrics: Metrics, steps: MutableMapping[str, StepStatistics]) -> None:
-        """Charge, count and log the answer, once it is over in whatever way; `steps` counts it by tenant."""
+        """Charge, count, trace and log the answer, once it is over in whatever way; `steps` counts it by tenant."""
         if self.correct_charge is not None:
             self.correct_charge(self)
         metrics.request(self.route, self.model, self.outcome, self.seconds)
-        if self.first_token is not None:
-            metrics.first_token(self.model, self.first_token)
+        if self.error is not None:
+            metrics.error(self.model, self.status, self.error)
+        if self.rejected is not None:
+            metrics.rejected(self.tenant, self.rejected)
+        metrics.spent(self.model, queue_time=self.queued, time_to_first_token=self.first_token)
         if (usage := self.usage) is not None:
+            if self.first_token is not None and self.error is None and usage.completion_tokens > 1:
+                each = (self.seconds - self.first_token) / (usage.completion_tokens - 1)
+                metrics.spent(self.model, time_per_output_token=each)
             metrics.tokens(self.model, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
             if self.has_gateway_key:
                 metrics.tenant_tokens(self.tenant, prompt=usage.prompt_tokens, completion=usage.completion_tokens)
@@ -204,6 +221,8 @@ class RequestAnswer:
             metrics.speculation(self.model, done, failed)
         if self.labels is not None:
             self._count_step(steps.setdefault(self.tenant, StepStatistics()), self.labels)
+        if self.span is not None:
+            end_request(self.span, self)
         level = logging.WARNING if self.outcome == "server_error" else logging.INFO
         logger.log(logging.DEBUG if self.route.startswith(_QUIET) else level, "request", **self._log_fields())
 

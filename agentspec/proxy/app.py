@@ -65,7 +65,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         slots,
         budget,
         deadlines,
-        Metering(server, pages.registry) if server.api_keys else None,
+        Metering(server) if server.api_keys else None,
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
     )

@@ -33,6 +33,8 @@ from agentspec.proxy.metering import Metering
 from agentspec.proxy.request_context import RequestContext, first_lines
 from agentspec.runtime import Route, Runtime
 from agentspec.settings.server import ServerSettings
+from agentspec.telemetry import tracing
+from agentspec.telemetry.gen_ai import OPERATIONS, describe
 from agentspec.telemetry.metrics import OTHER
 
 if TYPE_CHECKING:
@@ -72,7 +74,14 @@ class GatewayEndpoint:
     services: Services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services, answer = self.services, RequestAnswer.of(scope)
+        answer = RequestAnswer.of(scope)
+        if operation := OPERATIONS.get(self.path):
+            answer.span = tracing.start(operation, kind="server", headers=Headers(scope=scope))
+        with tracing.within(answer.span):
+            await self._answer(scope, receive, answer)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: RequestAnswer) -> None:
+        services = self.services
         deadline = Deadline(services.settings.request_timeout, services.deadlines)
         with services.budget.body(answer.tenant) as body:
             await self._read(Headers(scope=scope), body.counting(receive), body, deadline)
@@ -80,7 +89,9 @@ class GatewayEndpoint:
             policy = read_policy(headers)
             # A client that sends slowly takes no slot from others: its body is here.
             slot = services.slots.enter(answer.tenant, policy.deadline_s)
+            read = answer.seconds
             async with until_disconnect(receive), slot as answer.release_slot:
+                answer.queued = answer.seconds - read
                 body.fields = await body.work(parse_object, body.data)
                 route = self._route(body.fields, policy.strategy, answer)
                 if await body.work(contains, body.data, CHANGING):
@@ -91,6 +102,8 @@ class GatewayEndpoint:
                 )
                 answer.labels = context.labels if self.generates else None
                 answer.early_tools = read_early_tools(headers)
+                if answer.span is not None and describe(answer.span, body.fields, context, answer.model):
+                    answer.sent = bytearray()
                 if services.metering is not None and self.generates:
                     await services.metering.admit(answer, self.path, body)
                 if isinstance(route.backend, PoolBackend):

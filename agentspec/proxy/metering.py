@@ -15,7 +15,6 @@ from agentspec.proxy.body.amounts import CHOICES
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.forwarding import expected_choices
 from agentspec.settings.server import RateLimits, ServerSettings
-from agentspec.telemetry.metrics import Metrics
 
 WINDOW = 60  # seconds
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
@@ -149,8 +148,7 @@ class KeyLimiter:
 
 
 class Metering:
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, settings: ServerSettings) -> None:
         self._limiters = {owner: KeyLimiter(limits) for owner, limits in settings.limits_of_keys.items()}
 
     async def admit(self, answer: RequestAnswer, path: str, body: RequestBody) -> None:
@@ -162,9 +160,6 @@ class Metering:
         demand = await body.work(demand_of, path, body.data, body.fields)
         try:
             correct = limiter.admit(demand)
-        except RateLimitError as error:
-            self._metrics.limited(answer.tenant, error.limit)
-            raise
         finally:
             answer.limit_headers = limiter.headers()
         answer.correct_charge = lambda finished: correct(demand.taken(finished))

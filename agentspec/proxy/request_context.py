@@ -21,6 +21,7 @@ from agentspec.protocol.headers import (
 )
 from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, StepPolicy
 from agentspec.proxy.body.upstream_fields import check_query
+from agentspec.telemetry.tracing import trace_headers
 from agentspec.types import GenerateRequest, Labels
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def upstream_headers(scope: Scope, answer: RequestAnswer, labels: Labels) -> dic
     check_query(scope)
     given = Headers(scope=scope)
     headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
-    headers |= label_headers(labels) | {"x-request-id": answer.request_id}
+    headers |= label_headers(labels) | {"x-request-id": answer.request_id} | trace_headers()
     if answer.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers

@@ -24,6 +24,7 @@ from agentspec.proxy.connections import END_SECONDS, BoundedConnection
 from agentspec.proxy.middleware import GatewayMiddleware
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.telemetry import tracing
 
 KEEP_ALIVE_SECONDS = 75  # of a connection without a request
 COLLECT_AFTER = (5000, 20, 20)  # new objects, and collections of the younger generation; Python's are 700, 10, 10
@@ -96,6 +97,7 @@ def serve(settings: Settings, *, log_level: str = "INFO") -> None:
     `EngineStoppedError` after a drain when a local engine's device fails: only a new process can use it again.
     """
     logs.configure(log_level, background=True)
+    tracing.configure()
     runtime = Runtime(settings)
     app = create_app(runtime, settings)
     app.loading.when_ready = spare_what_is_loaded

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 from agentspec.protocol.policy import StepPolicy
 from agentspec.step.report import statistics
 from agentspec.step.scope import CallScope, current
+from agentspec.telemetry import tracing
+from agentspec.telemetry.safe_errors import error_name
 from agentspec.types import Labels
 
 WORKFLOW_KEY = "agentspec_workflow"  # key in a LangChain run's metadata for the workflow of its model calls
@@ -80,22 +82,31 @@ class _StepRun:
     def __init__(self, scope: CallScope) -> None:
         self._inner = scope
         self._seconds = 0.0
-        self._failed = False
+        self._failed: str | None = None
+        labels = scope.labels
+        named = {"gen_ai.agent.name": labels.step, "gen_ai.workflow.name": labels.workflow}
+        self._span = tracing.start("invoke_agent", labels.step, {**named, "gen_ai.conversation.id": labels.session})
 
     def __enter__(self) -> None:
         self._around = current.get()
         current.set(self._inner)
+        self._within = tracing.within(self._span)
+        self._within.__enter__()
         self._began = time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._seconds += time.perf_counter() - self._began
-        self._failed = isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration))
+        failed = isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration))
+        self._failed = error_name(error) if failed and error is not None else None
+        self._within.__exit__(None, None, None)
         current.set(self._around)
 
     def record(self) -> None:
-        """Count the run."""
+        """Count the run, and end its span."""
         labels = self._inner.labels
-        statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed)
+        statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed is not None)
+        if self._span is not None:
+            self._span.end(self._failed)
 
 
 Begin = Callable[[], _StepRun]

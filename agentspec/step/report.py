@@ -15,6 +15,7 @@ from agentspec.protocol.headers import label_headers
 from agentspec.protocol.policy import StepPolicy
 from agentspec.step.scope import current, current_labels, current_policy, entered
 from agentspec.step.statistics import StepRow, StepStatistics
+from agentspec.telemetry.tracing import trace_headers
 from agentspec.types import Labels, Speculation, Usage
 
 NO_STEP = "(no step)"
@@ -180,12 +181,12 @@ def report() -> Report:
 
 
 def headers() -> dict[str, str]:
-    """The headers that send the current labels and policy to a gateway. What is not ASCII is percent-encoded."""
+    """The headers that send the current labels, policy and trace to a gateway. What is not ASCII is percent-encoded."""
     policy = current_policy()
     speculation, store = policy.speculation is not False, policy.store is not False
     early = current.get().early_tools
     labels = label_headers(current_labels(), speculation=speculation, store=store, early_tools=early, keep=" ")
-    return labels | policy.headers()
+    return labels | policy.headers() | trace_headers()
 
 
 def httpx_hooks() -> dict[str, list[Callable[[Any], Any]]]:

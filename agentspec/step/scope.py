@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.policy import StepPolicy
+from agentspec.telemetry import tracing
 from agentspec.types import Labels
 
 P = ParamSpec("P")
@@ -83,7 +84,9 @@ def workflow(
     """
     asked = StepPolicy(deadline_s=deadline, priority=priority, store=store, speculation=speculation)
     asked = asked if policy is None else asked.inside(policy)
-    with entered(current.get().narrowed(Labels(session, name), asked)):
+    scope = current.get().narrowed(Labels(session, name), asked)
+    named = {"gen_ai.workflow.name": scope.labels.workflow, "gen_ai.conversation.id": scope.labels.session}
+    with entered(scope), tracing.span("invoke_workflow", scope.labels.workflow, named):
         yield
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
@@ -19,7 +20,10 @@ T = TypeVar("T", Counter, Histogram)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 _HELPERS = ("small", "judge")  # the roles of models that a strategy can go on without
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody asks for
 
 
 class Metrics:
@@ -35,11 +39,21 @@ class Metrics:
         self._children: dict[tuple[object, ...], Any] = {}
         model = ("model",)
         counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._requests = counter("agentspec_requests", "Requests answered", ("route", "model", "outcome"))
-        self._duration = histogram("agentspec_request_duration_seconds", "Whole request", ("route", "model"))
-        from_arrival = "From the request's arrival to its first token"
-        self._first = histogram("agentspec_time_to_first_token_seconds", from_arrival, model)
+        self._duration = histogram(
+            "agentspec_request_duration_seconds", "Whole request", ("route", "model"), buckets=_SECONDS
+        )
+        failed = "Requests that failed, by status and code of the error"
+        self._errors = counter("agentspec_errors", failed, ("model", "status", "error"))
+        self._spent = {
+            name: histogram(f"agentspec_{name}_seconds", help, model, buckets=buckets)
+            for name, help, buckets in (
+                ("queue_time", "From the end of a request's body to its slot", _SECONDS),
+                ("time_to_first_token", "From the request's arrival to its first token", _SECONDS),
+                ("time_per_output_token", "Time between the tokens of an answer, its mean", _TOKEN_SECONDS),
+            )
+        }
         self._prompt = counter("agentspec_prompt_tokens", "Prompt tokens", model)
         self._completion = counter("agentspec_completion_tokens", "Tokens answered", model)
         self._drafted = counter("agentspec_draft_tokens", "Tokens proposed", model)
@@ -48,8 +62,8 @@ class Metrics:
         self._rounds = counter("agentspec_strategy_rounds", "Steps of thinking, rounds of retrieval", model)
         alone = "Answers in which the model of a role failed, so that the base model went on alone"
         self._off = counter("agentspec_speculation_off", alone, ("model", "reason"))
-        limited = "Requests that a limit of their key refused (429)"
-        self._limited = counter("agentspec_rate_limited", limited, ("tenant", "limit"))
+        refused = "Requests refused with 429, by the key's limit, or as overloaded"
+        self._rejected = counter("agentspec_rejected", refused, ("tenant", "reason"))
         of_tenants = "Tokens of tenants' prompts and answers"
         self._tenant_tokens = counter("agentspec_tenant_tokens", of_tenants, ("tenant", "kind"))
         self.in_flight = Gauge("agentspec_requests_in_flight", "Requests being answered", registry=registry)
@@ -70,8 +84,15 @@ class Metrics:
         self._child(self._requests, route, label, outcome).inc()
         self._child(self._duration, route, label).observe(seconds)
 
-    def first_token(self, model: str | None, seconds: float) -> None:
-        self._child(self._first, self._label(model)).observe(seconds)
+    def error(self, model: str | None, status: int, code: str) -> None:
+        """Count a failed request; `code` is one of docs/errors.md."""
+        self._errors.labels(self._label(model), str(status), code).inc()
+
+    def spent(self, model: str | None, **seconds: float | None) -> None:
+        """Observe what took so long: `queue_time`, `time_to_first_token`, `time_per_output_token`; None is left out."""
+        for name, value in seconds.items():
+            if value is not None:
+                self._child(self._spent[name], self._label(model)).observe(value)
 
     def tokens(self, model: str | None, *, prompt: int, completion: int) -> None:
         label = self._label(model)
@@ -92,8 +113,8 @@ class Metrics:
         self._child(self._tenant_tokens, tenant, "prompt").inc(prompt)
         self._child(self._tenant_tokens, tenant, "completion").inc(completion)
 
-    def limited(self, tenant: str, limit: str) -> None:
-        self._limited.labels(tenant, limit).inc()
+    def rejected(self, tenant: str, reason: str) -> None:
+        self._rejected.labels(tenant, reason).inc()
 
     def _child(self, metric: T, *labels: str) -> T:
         """The sample of these labels, remembered: looking it up by `labels` costs several times as much."""

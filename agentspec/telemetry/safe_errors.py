@@ -16,6 +16,11 @@ def class_of(error: BaseException) -> str:
     return type(error).__name__ + (f" from {type(cause).__name__}" if cause is not None else "")
 
 
+def error_name(error: BaseException) -> str:
+    """The code of an error of ours, the class of any other."""
+    return getattr(error, "code", None) or type(error).__name__
+
+
 def frames_of(error: BaseException) -> list[str]:
     """The innermost frames, outermost first, as `file.py:line function`."""
     frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """The counts of a local engine; `drafted` and `accepted` are totals by source of the draft.
+    """The counts of a local engine, which serves `model`; `drafted` and `accepted` are totals by source of the draft.
 
-    `forwards` maps a number of answers to the number of forwards that they shared; `rows` counts reserved KV slots,
-    `draft_failures` the answers that went on without drafts because their drafter failed, `substituted` the tokens that
-    a lossy rule accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched"
-    and "used", and the "tokens" computed for them.
+    `draft_lengths` maps a number of accepted tokens to the drafts of which so many were; `forwards` maps a number of
+    answers to the number of forwards that they shared; `rows` counts reserved KV slots, `draft_failures` the
+    answers that went on without drafts because their drafter failed, `substituted` the tokens that a lossy rule
+    accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched" and "used", and
+    the "tokens" computed for them.
     """
 
     backend: str
@@ -25,6 +26,8 @@ class EngineSample:
     rows: int
     draft_failures: int = 0
     substituted: int = 0
+    draft_lengths: Mapping[int, int] = field(default_factory=dict)
+    model: str = ""
     prefills: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -48,12 +51,11 @@ class MemberSample:
 
 @dataclass(frozen=True, slots=True)
 class TenantSample:
-    """One tenant's requests at the gateway: running now, waiting for a slot now, and refused in total."""
+    """One tenant's requests at the gateway: running now, and waiting for a slot now."""
 
     tenant: str
     running: int
     waiting: int
-    refused: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,22 @@ ENGINE: tuple[Family[EngineSample], ...] = (
     Family("agentspec_engine_prefill_tokens", "Tokens read ahead", lambda one: one.prefills.get("tokens", 0)),
 )
 
+SPEC_DECODE: tuple[Family[EngineSample], ...] = (
+    Family("vllm:spec_decode_num_drafts", "Drafts verified", lambda one: sum(one.draft_lengths.values())),
+    Family("vllm:spec_decode_num_draft_tokens", "Tokens proposed", lambda one: sum(one.drafted.values())),
+    Family("vllm:spec_decode_num_accepted_tokens", "Tokens kept", lambda one: sum(one.accepted.values())),
+    Family(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts of which a token at this depth was kept",
+        lambda one: _by_position(one.draft_lengths),
+        "position",
+    ),
+)
+"""The same under the names of vLLM, whose dashboards read them."""
+
 TENANT: tuple[Family[TenantSample], ...] = (
     _gauge("agentspec_tenant_running", "Requests being answered, by tenant", lambda one: one.running),
     _gauge("agentspec_tenant_waiting", "Requests waiting for a slot", lambda one: one.waiting),
-    Family("agentspec_tenant_refused", "Requests that got no slot (429)", lambda one: one.refused),
 )
 
 MEMBER: tuple[Family[MemberSample], ...] = (
@@ -78,17 +90,23 @@ INDEX: tuple[Family[IndexFigures], ...] = (
 )
 
 
-class OnScrape(Collector, Generic[S]):
-    """The `families` of what `samples` returns at a scrape, whose attributes `labels` become labels of these names."""
+def _by_position(lengths: Mapping[int, int]) -> dict[str, int]:
+    """How many drafts had a token accepted at each depth, of drafts by their accepted length."""
+    depths = range(max(lengths, default=0))
+    return {str(depth): sum(count for length, count in lengths.items() if length > depth) for depth in depths}
 
-    def __init__(self, families: Iterable[Family[S]], samples: Callable[[], Iterable[S]], *labels: str) -> None:
+
+class OnScrape(Collector, Generic[S]):
+    """The `families` of what `samples` returns at a scrape; `labels` name the attributes that become labels."""
+
+    def __init__(self, families: Iterable[Family[S]], samples: Callable[[], Iterable[S]], **labels: str) -> None:
         self._families, self._samples, self._labels = families, samples, labels
 
     def collect(self) -> Iterator[Metric]:
-        found = [(sample, [getattr(sample, label) for label in self._labels]) for sample in self._samples()]
+        found = [(one, [getattr(one, attribute) for attribute in self._labels.values()]) for one in self._samples()]
         for family in self._families if found else ():
             kind = GaugeMetricFamily if family.falls else CounterMetricFamily
-            labels = [*self._labels, family.by] if family.by else self._labels
+            labels = [*self._labels, *([family.by] if family.by else [])]
             metric = kind(family.name, family.help, labels=labels)
             for sample, values in found:
                 number = family.read(sample)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from agentspec.telemetry import tracing
 from agentspec.tools.history import ToolCall, ToolHistory, canonical, is_json
 from agentspec.tools.model import PER_TURN, TURN, CallForecast, OpenForecasts
 from agentspec.tools.policy import ToolSpec
@@ -287,10 +288,13 @@ class ToolSession:
         with self._lock:
             self._used += 1
         self._report("hit", early, saved)
+        tracing.annotate(lambda: {"agentspec.tool.early": True, "agentspec.tool.seconds_saved": saved})
         return True
 
     def _report(self, outcome: Outcome, early: SpeculativeCall, seconds: float) -> None:
         call, caller = early.call, self.caller
+        if outcome != "start":
+            early.end_span(outcome)
         self._speculator.report(ToolEvent(outcome, call.name, caller.tenant, caller.agent, caller.session, seconds))
 
     @contextmanager

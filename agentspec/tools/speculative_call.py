@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agentspec.telemetry import tracing
 from agentspec.tools.history import ToolCall
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class SpeculativeCall:
         as_task: bool,
     ) -> None:
         self.call, self.key, self.epoch = call, key, epoch
+        named = {"gen_ai.tool.name": call.name, "gen_ai.tool.type": "function", "agentspec.tool.started_early": True}
+        self._span = tracing.start("execute_tool", call.name, named)
         self.started_at = time.monotonic()
         self._finished_at: float | None = None
         self._ended = ended
@@ -69,11 +72,12 @@ class SpeculativeCall:
         self._result = Future[Any]()
         self._result.set_running_or_notify_cancel()  # so that a waiter that is cancelled does not cancel it
         self._task: asyncio.Task[Any] | None = None
+        with tracing.within(self._span):
+            run = contextvars.copy_context().run
         if as_task:
-            self._task = asyncio.get_running_loop().create_task(invoke(call))
+            self._task = run(asyncio.get_running_loop().create_task, invoke(call))
             self._task.add_done_callback(self._end_task)
         else:
-            run = contextvars.copy_context().run
             threading.Thread(target=run, args=(self._run, invoke), name="agentspec-tool", daemon=True).start()
 
     @property
@@ -85,6 +89,12 @@ class SpeculativeCall:
     def failed(self) -> bool:
         """Whether it is known by now that there will be no result."""
         return self._dropped or (self._result.done() and self._result.exception() is not None)
+
+    def end_span(self, outcome: Outcome) -> None:
+        """Say in its span what became of it."""
+        if self._span is not None:
+            self._span.set({"agentspec.tool.outcome": outcome, "agentspec.tool.seconds": self.seconds})
+            self._span.end("tool_error" if outcome == "failed" else None)
 
     def cancel(self) -> None:
         """Drop the result. A thread runs to its end."""

@@ -23,6 +23,7 @@ from agentspec.protocol.headers import label_headers, switched_off
 from agentspec.protocol.policy import policy_of
 from agentspec.protocol.tools import CallNumbers
 from agentspec.protocol.wire import SseDecoder
+from agentspec.telemetry.tracing import trace_headers
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class OpenAIBackend(Upstream):
                 early_tools=request.early_tools,
             ),
             **policy_of(request).headers(),
+            **trace_headers(),
         }
         added = self._session_headers(labels)
         encoded = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -308,6 +308,7 @@ class TorchBackend(ModelTokens):
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
             substituted=stats.substituted,
+            draft_lengths=stats.draft_lengths,
             prefills=stats.prefills,
         )
 

@@ -23,6 +23,7 @@ from agentspec.reasoning.retrieval.knowledge.base import (
     Query,
     RetrievedDocuments,
     SearchResult,
+    search,
 )
 from agentspec.reasoning.retrieval.rounds import AnswerWriter, PartialAnswer, RoundGenerator
 from agentspec.reasoning.tasks import cancel_tasks
@@ -95,7 +96,7 @@ class SearchClient:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(SEARCH_SECONDS):
-                found = await self.base.search(queries, FOUND)
+                found = await search(self.base, queries, FOUND)
         except TimeoutError:
             raise KnowledgeBaseError(f"the knowledge base took more than {SEARCH_SECONDS:g} seconds") from None
         except OSError as error:

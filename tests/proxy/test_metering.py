@@ -146,7 +146,7 @@ def test_headers_report_the_limits_and_the_next_request_is_refused(keyed: Any, p
     assert refused.json().get("type") == "error" if path == MESSAGES else error["code"] == "rate_limit_exceeded"
     other = post(running, path, "b", stream=stream)
     assert other.status_code == 200 and not any("ratelimit" in name for name in other.headers)
-    assert running.metric("agentspec_rate_limited_total", tenant="a", limit="requests_per_minute") == 1
+    assert running.metric("agentspec_rejected_total", tenant="a", reason="requests_per_minute") == 1
 
 
 def test_requests_that_generate_nothing_are_not_limited(keyed: Any) -> None:

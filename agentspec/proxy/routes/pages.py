@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,7 +31,7 @@ from agentspec.step.statistics import StepStatistics
 from agentspec.telemetry.history import History
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
 from agentspec.telemetry.samples import EngineSample, IndexFigures
-from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, TENANT, OnScrape
+from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, SPEC_DECODE, TENANT, OnScrape
 from agentspec.types import Labels
 from agentspec.version import __version__
 
@@ -53,9 +53,15 @@ class Pages:
             models=runtime.models(),
             scraped=(
                 OnScrape(INDEX, lambda: index_figures(runtime)),
-                OnScrape(ENGINE, lambda: engine_samples(runtime), "backend"),
-                OnScrape(TENANT, slots.samples, "tenant"),
-                OnScrape(MEMBER, lambda: runtime.fleet.samples() if runtime.fleet else (), "backend", "member"),
+                OnScrape(ENGINE, lambda: engine_samples(runtime), backend="backend"),
+                OnScrape(SPEC_DECODE, lambda: engine_samples(runtime), model_name="model", engine="backend"),
+                OnScrape(TENANT, slots.samples, tenant="tenant"),
+                OnScrape(
+                    MEMBER,
+                    lambda: runtime.fleet.samples() if runtime.fleet else (),
+                    backend="backend",
+                    member="member",
+                ),
             ),
         )
         self.history = History(self.registry.registry)
@@ -168,4 +174,7 @@ def index_figures(runtime: Runtime) -> list[IndexFigures]:
 
 
 def engine_samples(runtime: Runtime) -> list[EngineSample]:
-    return [backend.sample(name) for name, backend in runtime.backends().items() if is_local(backend, "sample")]
+    """The counts of the engines, each with the first model that it serves."""
+    engines = {name: backend for name, backend in runtime.backends().items() if is_local(backend, "sample")}
+    models = {runtime.route(model).backend_name: model for model in reversed(runtime.models())} if engines else {}
+    return [replace(backend.sample(name), model=models.get(name, name)) for name, backend in engines.items()]

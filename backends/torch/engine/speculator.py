@@ -126,6 +126,8 @@ class Speculator:
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         counters = self._counters
         counters.steps += 1
+        if len(proposal):
+            counters.draft_lengths[len(path)] += 1
         counters.drafted.update(proposal.sources)
         counters.accepted.update(proposal.sources[node] for node in path)
         counters.substituted += len(substituted)

@@ -20,9 +20,10 @@ class Counters:
     scheduler writes under its lock.
 
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
-    `drafted` and `accepted` count tokens by their `Source`, `draft_failures` answers whose drafter failed, and
-    `substituted` drafted tokens that a lossy rule accepted in place of the model's own. `prefills` counts prompts read
-    ahead (launched), those that a request used, and the tokens computed for them.
+    `drafted` and `accepted` count tokens by their `Source`, `draft_lengths` drafts by how many of their tokens
+    were accepted, `draft_failures` answers whose drafter failed, and `substituted` drafted tokens that a lossy rule
+    accepted in place of the model's own. `prefills` counts prompts read ahead (launched), those that a request used,
+    and the tokens computed for them.
     """
 
     requests: int = 0
@@ -32,6 +33,7 @@ class Counters:
     steps: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    draft_lengths: Counter[int] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
     substituted: int = 0

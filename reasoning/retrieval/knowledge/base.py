@@ -6,6 +6,7 @@ on the other queries of its batch; otherwise speculation could change answers.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentspec.telemetry import tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,17 @@ class KnowledgeBase(Protocol):
     async def aclose(self) -> None:
         """Release every resource. Idempotent."""
         ...
+
+
+async def search(base: KnowledgeBase, queries: Sequence[Query], count: int, text: str | None = None) -> SearchResult:
+    """`base.search` within a span, which shows the documents that a sole query found, and `text`."""
+    named = {"agentspec.retrieval.queries": len(queries), "gen_ai.retrieval.query.text": text}
+    with tracing.span("retrieval", None, named) as span:
+        found = await base.search(queries, count)
+        if span is not None and len(found.hits) == 1:
+            shown = [{"id": hit.document.id, "score": float(hit.score)} for hit in found.hits[0]]
+            span.set({"gen_ai.retrieval.documents": json.dumps(shown)})
+        return found
 
 
 def ranked(hits: Sequence[Hit], scores: NDArray[np.float64]) -> list[Hit]:
