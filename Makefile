@@ -3,6 +3,7 @@
 # make check       everything that must hold before a change is merged: lint, documentation, types, import contracts,
 #                  and all tests but the long ones, with coverage
 # make check-long  what takes from minutes to an hour: faults and load at full length, real vLLM servers
+# make site        the documentation with search and a reference, in build/site/html; warnings are errors
 # make engines     compares the plug-ins with the newest vLLM, nightly builds included, and SGLang
 # make mutants     breaks the guards of exactness and of requests one by one; a test has to notice each
 #
@@ -42,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check check-static check-tests check-long engines mutants lint types mypy pyright contracts format wheel docs docs-check constraints lock gpu gpu-prepare clean
+.PHONY: help demo test check check-static check-tests check-long engines mutants lint types mypy pyright contracts format wheel docs docs-check site recording constraints lock gpu gpu-prepare clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -138,6 +139,13 @@ docs: $(VENV)/.installed-test
 
 docs-check: $(VENV)/.installed-test
 	$(BIN)/python docs/update.py --check
+
+site: $(VENV)/.installed-test
+	$(BIN)/python docs/site.py
+	cd build/site && $(abspath $(BIN))/zensical build --strict
+
+recording: $(VENV)/.installed-test
+	$(BIN)/python docs/record.py
 
 constraints: $(VENV)/.installed-test
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/^torch==\([^+]*\).*/torch==\1/' > constraints.new

@@ -62,7 +62,7 @@ def test_doctor_reports_upstreams_that_do_not_answer(program):
     found = checks(program, f'[backends.up]\n{DOWN}[backends.keyed]\n{DOWN}api_key_file = "/absent"\n')
     up, keyed = found["up: upstream"], found["keyed: upstream"]
     assert up["state"] == keyed["state"] == "fail"
-    assert "backends.up.base_url" in up["advice"] and keyed["advice"] == "correct backends.keyed"
+    assert "backends.up.base_url" in up["advice"] and keyed["advice"] == "correct backends.keyed.api_key_file"
     assert "model store" not in found and "cache folder" not in found
     result = program("doctor")
     lines = result.output.splitlines()
