@@ -33,7 +33,7 @@ from tests.proxy.upstreams import settings
 __all__ = ["gateway", "upstream"]
 
 PUBLISHED = frozenset((Path(__file__).parent / "gen_ai_attributes.txt").read_text().split())
-"""Names of github.com/open-telemetry/semantic-conventions-genai, docs/registry/attributes/gen-ai.md, November 2026."""
+"""From the registry of attributes of github.com/open-telemetry/semantic-conventions-genai in November 2026."""
 SWITCH = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SECRET = "canary"
