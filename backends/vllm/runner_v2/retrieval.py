@@ -33,8 +33,8 @@ class PassageRequest:
 
     __slots__ = ("choice", "drafted", "preempted", "row", "state", "text")
 
-    def __init__(self, state: RequestState, text: Passages, row: int) -> None:
-        self.state, self.text, self.row = state, text, Row(row)
+    def __init__(self, state: RequestState, text: Passages, row: Row) -> None:
+        self.state, self.text, self.row = state, text, row
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins again, with its output so far
         self.choice: Any = None  # what is known of its drafters, where there are several
@@ -42,9 +42,12 @@ class PassageRequest:
 
 @dataclass(slots=True)
 class Row:
-    """The row of one request, which another request may get once it is `over`."""
+    """The row of one request on the device, whose passages have a `place` there. Another request may get it once it is
+    `over`.
+    """
 
     number: int
+    place: torch.Tensor
     over: bool = False
 
 
@@ -122,7 +125,7 @@ class PassageRetriever(RecordingDrafter):
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
         self._thread.start()
 
-    def begin(self, prompt: Tokens, info: RequestInfo, row: int, output: Tokens = EMPTY) -> PassageRequest:
+    def begin(self, prompt: Tokens, info: RequestInfo, row: Row, output: Tokens = EMPTY) -> PassageRequest:
         """Follow a new request, or one that goes on after `output`, which has that row on the device."""
         shape = self._shape
         text = Passages(prompt, rows=shape.rows, overlap=shape.overlap, width=shape.width)

@@ -22,7 +22,7 @@ from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, SampledTokens, Spare
+from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, Row, SampledTokens, Spare
 
 OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
 """Opens the retriever for a `VllmConfig`; None where another rank drafts."""
@@ -90,7 +90,7 @@ class PassageSpeculator:
             with self._failures.caught():
                 whole, info = np.array(text, dtype=np.int32), request_info(new, self.seeded)
                 start, output = np.split(whole, [len(prompt)])  # the latter from before it was preempted
-                request = self._retriever.begin(start, info, row, output)
+                request = self._retriever.begin(start, info, Row(row, self._passages[row : row + 1]), output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
@@ -187,6 +187,9 @@ class PassageSpeculator:
         while retriever.found:
             rows, numbers, passages, deletions = retriever.found.popleft()
             if deletions != self._deletions:
+                continue
+            if len(rows) == 1 and not rows[0].over:
+                rows[0].place.copy_(passages, non_blocking=True)
                 continue
             if any(row.over for row in rows):
                 numbers = torch.tensor([self.max_num_reqs if row.over else row.number for row in rows])
