@@ -41,8 +41,8 @@ return or, if `deferred`, when `merge_step` is called, until `merging_due` is fa
 recently used sequences that together hold so many tokens. `memory_bytes`, and of them `reclaimable_bytes`, which
 merging gives back, take constant time.
 
-At most `tail` tokens are matched one by one, and a sorted run is at least `ratio` times as large as the next; both
-change the speed only. `capacity` positions are handed out in all: one for each token, and a few for each sequence.
+New tokens join the newest sorted run up to `tail` tokens, and others are at least `ratio` times as large as the next;
+both change the speed only. `capacity` positions are handed out in all: one for each token, and a few for each sequence.
 """
 
 IndexDrafter = _native.Drafter

@@ -23,6 +23,8 @@ from agentspec.types import Draft, Namespace, Source
 ROUND = 32
 """Tokens that the drafter learns from at a time, before the session's index gets them."""
 
+_MEASURED_BYTES = 4096  # by which a session may differ from what was accounted for, while a request uses it
+
 BYTES_PER_TOKEN = 32
 """Upper bound of the bytes that an index takes for a token, with room to merge."""
 
@@ -91,8 +93,8 @@ class CachePool:
         return partition, session
 
     def measure(self, partition: Partition, session: Session) -> None:
-        """Account for a session's growth, and evict if it exceeds the budget."""
-        if session.size() == session.measured:
+        """Account for a session's growth, and evict if it exceeds the budget. What is little waits for `release`."""
+        if abs(session.size() - session.measured) < _MEASURED_BYTES:
             return
         with partition.lock:
             partition.sessions.measure(session)

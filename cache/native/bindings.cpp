@@ -19,7 +19,6 @@
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
 #include "drafting/passages.hpp"
-#include "drafting/workers.hpp"
 #include "index/suffix_index.hpp"
 #include "storage/checksum.hpp"
 #include "unlocked.hpp"
@@ -253,15 +252,6 @@ void bind_drafter(nb::module_& m) {
     nb::class_<Drafter>(m, "Drafter")
         .def(nb::init<std::uint32_t>(), nb::kw_only(), "scan_limit"_a = 64)
         .def(
-            "draft",
-            [](const Drafter& self, const Indexes& indexes, const Input<Token>& context, std::size_t max_tokens,
-               double min_probability, bool chain) {
-                const DraftTree tree = unlocked(
-                    [&] { return self.draft(sourced(indexes), view(context), max_tokens, min_probability, chain); });
-                return nb::borrow<nb::typed<nb::object, Arrays>>(Columns({&tree, 1}).next(tree.tokens.size()));
-            },
-            "indexes"_a, "context"_a.noconvert(), "max_tokens"_a, "min_probability"_a, "chain"_a = false)
-        .def(
             "observe",
             [](Drafter& self, const Indexes& indexes, const Input<Token>& context, const Input<Token>& tokens) {
                 unlocked([&] { self.observe(sourced(indexes), view(context), view(tokens)); });
@@ -327,7 +317,6 @@ NB_MODULE(_native, m) {
     Released::forget_at_fork();
     m.def("quiesce", [] {
         Released::quiesce();
-        end_workers();
         nb::set_leak_warnings(false);  // daemon threads keep what their frames hold; the process ends with them
     });
     bind_index(m);

@@ -37,9 +37,10 @@ void TokenSlots::grow() {
     }
 }
 
-int LevelWalk::Matches::next() const {
-    int next = tail.next();
-    for (const RunMatches& run : runs) next = std::max(next, run.next());
+/// The longest shared context among what was not taken in yet.
+int LevelWalk::next(const Matches& matches) {
+    int next = 0;
+    for (const RunMatches& run : matches) next = std::max(next, run.next());
     return next;
 }
 
@@ -73,15 +74,14 @@ void LevelWalk::begin(std::size_t view, const Matches* before) {
     const int most = query_.length();
     if (index.may_start(pair_before(end))) before = nullptr;
     Matches& matches = matches_[view];
-    matches.runs.clear();
+    matches.clear();
     for (std::size_t r = 0; r < index.runs().size(); ++r) {
         if (before) {
-            matches.runs.emplace_back(before->runs[r], end, most);
+            matches.emplace_back((*before)[r], end, most);
         } else {
-            matches.runs.emplace_back(index.log(), *index.runs()[r], end, most);
+            matches.emplace_back(index.log(), *index.runs()[r], end, most);
         }
     }
-    matches.tail.start(index.log(), index.snapshot(), end, before ? std::min(before->tail.longest() + 1, most) : most);
 }
 
 const Level* LevelWalk::level(std::size_t nth) {
@@ -104,7 +104,7 @@ const Symbol& LevelWalk::leader(const Level& level) const {
 const Level* LevelWalk::next_of_length() {
     while (view_ < matches_.size()) {
         const std::size_t view = view_++;
-        if (matches_[view].next() < length_) continue;
+        if (next(matches_[view]) < length_) continue;
         widen(view, length_);
         if (levels_.back().end > levels_.back().begin) return &levels_.back();
         levels_.pop_back();
@@ -115,7 +115,7 @@ const Level* LevelWalk::next_of_length() {
 /// Go on to the next length that any index has matches of; 0 where there is none.
 void LevelWalk::shorten() {
     int longest = 0;
-    for (const Matches& one : matches_) longest = std::max(longest, one.next());
+    for (const Matches& one : matches_) longest = std::max(longest, next(one));
     length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
     view_ = 0;
 }
@@ -144,11 +144,10 @@ void LevelWalk::widen(std::size_t view, int length) {
         symbol.count += weight;
         symbol.newest = std::max(symbol.newest, position);
     };
-    for (RunMatches& run : matches.runs) {
-        if (run.next() >= length) run.widen(length, searched_->scan_limit, offer);
-    }
-    if (matches.tail.next() >= length) {
-        matches.tail.widen(length, [&](Token token, Position position) { offer(token, position, 1.0); });
+    for (std::size_t r = 0; r < matches.size(); ++r) {
+        if (matches[r].next() < length) continue;
+        const std::size_t size = index.runs()[r]->size();
+        matches[r].widen(length, size <= SuffixIndex::kTail ? SuffixIndex::kTail : searched_->scan_limit, offer);
     }
     Level level{{searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(known)},
                 static_cast<int>(view),

@@ -9,7 +9,6 @@
 
 #include "drafting/hit_rates.hpp"
 #include "drafting/run_matches.hpp"
-#include "drafting/tail_matches.hpp"
 #include "index/sizes.hpp"
 #include "index/suffix_index.hpp"
 
@@ -104,12 +103,9 @@ public:
     const Query& query() const { return query_; }
 
 private:
-    struct Matches {  // one index's matches of the query
-        std::vector<RunMatches> runs;
-        TailMatches tail;
-        int next() const;
-    };
+    using Matches = std::vector<RunMatches>;  // one index's matches of the query, by run
 
+    static int next(const Matches& matches);
     void begin(std::size_t view, const Matches* before);
     void restart();
     void widen(std::size_t view, int length);

@@ -39,12 +39,9 @@ void SuffixIndex::check_integrity() const {
     check_use();
 }
 
-/// Runs are in order, older than the next and than the tail, and count what is dead in them.
+/// Runs are in order, older than the next, and count what is dead in them.
 void SuffixIndex::check_runs() const {
-    const std::span<const Position> newest = tail();
     std::size_t behind = 0;
-    require(std::is_sorted(newest.begin(), newest.end()), "tail out of order");
-    require(newest.size() <= tail_limit_, "tail of " + std::to_string(newest.size()) + " positions");
     for (const auto& run : *runs_) {
         require(run->size() > 0, "empty run");
         require(run->oldest() >= behind, "a run reaches into an older one");
@@ -54,7 +51,6 @@ void SuffixIndex::check_runs() const {
         require(dead == run->dead(),
                 "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
     }
-    require(newest.empty() || newest.front() >= behind, "a run reaches into the tail");
     require(due_ || merging_end_ > 0 || next_job().none(), "work that nobody knows of");
 }
 
@@ -65,7 +61,6 @@ void SuffixIndex::check_positions() const {
     const auto index = [&](Position position) {
         if (!log_->is_dead(position)) indexed.push_back(position);
     };
-    for (const Position position : tail()) index(position);
     for (const auto& run : *runs_) {
         for (const RunPart& part : run->parts()) std::for_each(part.positions().begin(), part.positions().end(), index);
     }

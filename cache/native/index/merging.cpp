@@ -40,12 +40,6 @@ Positions merge_all(LogView log, std::vector<Part> parts, const std::shared_ptr<
     return {parts[0].positions.begin(), parts[0].positions.end()};
 }
 
-/// Of a run that is not complete.
-const std::shared_ptr<const RunTable>& no_table() {
-    static const auto& none = *new std::shared_ptr<const RunTable>(std::make_shared<RunTable>());
-    return none;
-}
-
 std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
     std::size_t size = 0;
     for (std::size_t i = first; i < end; ++i) size += runs[i]->size();
@@ -219,7 +213,7 @@ void SuffixIndex::begin_merge(const Snapshot& from, Job job) {
         size += (*from.runs)[i]->size();
     }
     merge.merged = std::make_shared<RunStorage>(size, account_);
-    std::vector<RunPart> parts{{merge.merged, 0, no_table()}};
+    std::vector<RunPart> parts{{merge.merged, 0, RunTable::none()}};
     parts.insert(parts.end(), merge.left.begin(), merge.left.end());
     const Position oldest = (*from.runs)[place]->oldest(), newest = (*from.runs)[end - 1]->newest();
     merge.run = std::make_shared<Run>(std::move(parts), oldest, newest, 0);
@@ -245,9 +239,9 @@ void SuffixIndex::go_on() {
     std::vector<RunPart> rest;
     if (first < left[0].size()) rest.push_back(left[0].behind(first));
     if (second < newer.size()) rest.push_back(left[1].behind(second));
-    std::shared_ptr<const RunTable> table = no_table();
+    std::shared_ptr<const RunTable> table = RunTable::none();
     const std::span<const Position> merged(merge_->merged->data(), size);
-    if (rest.empty()) table = std::make_shared<RunTable>(log->view(), merged, account_);
+    if (rest.empty()) table = RunTable::over(log->view(), merged, account_);
     std::vector<RunPart> parts{merge_->run->parts()[0].until(size, table)};
     parts.insert(parts.end(), rest.begin(), rest.end());
     const auto run = std::make_shared<Run>(std::move(parts), merge_->run->oldest(), merge_->run->newest(), 0);

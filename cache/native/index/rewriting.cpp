@@ -53,20 +53,13 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
     relocation.move_rest(rest, log->size());
     log = log->with_room(log_->size() - rest);
     Relocation::copy(log_->view(), rest, log_->size(), [&](std::span<const Token> tokens) { log->append(tokens); });
-    worked(log_->size() - rest + pieces_.size() + tail_size_);
+    worked(log_->size() - rest + pieces_.size());
     const auto older = static_cast<std::ptrdiff_t>(runs.size());
     for (std::size_t i = merging_end_; i < runs_->size(); ++i) {
         const Run& run = *(*runs_)[i];
         worked(run.size());
         Positions positions = relocation.moved(run.positions());
         if (!positions.empty()) runs.push_back(std::make_shared<Run>(log->view(), std::move(positions), account_));
-    }
-    auto tail = tail_ ? std::make_shared<Tail>(tail_limit_, account_) : nullptr;
-    std::size_t tail_size = 0;
-    for (const Position position : this->tail()) {
-        if (log_->is_dead(position)) continue;
-        const Position to = *relocation.moved(position);
-        tail->set(tail_size++, to, (*log)[to - 1]);
     }
     for (const Span& span : buried_) {
         const Position to = *relocation.moved(span.begin);
@@ -92,8 +85,6 @@ void SuffixIndex::exchange(std::shared_ptr<TokenLog> log, Relocation& relocation
     retired_.insert(retired_.end(), runs_->begin(), runs_->end());
     retired_.push_back(std::exchange(log_, log));
     runs_ = std::move(shared);
-    tail_ = std::move(tail);
-    tail_size_ = tail_size;
     removed_ = log_->size() - find_starts(std::move(starts));
     truncated_ = scattered_ = 0;
     merging_end_ = 0;
@@ -151,9 +142,8 @@ void SuffixIndex::begin_squeeze() {
         find_starts(empty_starts(pieces_.size()));
         publish();
         seen = snapshot_;
-        const std::size_t end = tail_size_ > 0 ? tail().front() : log_->size();
         squeeze.needed.resize(log_->size() / kBlock + 1);
-        squeeze.end = (std::max<std::size_t>(end, kPadding) - kPadding) / kChunk;
+        squeeze.end = (log_->size() - kPadding) / kChunk;
         squeeze.need(0, kPadding);
         for (const Piece& piece : pieces_) {
             squeeze.need(piece.begin - 1 - context_before(log_->view(), piece.begin).size(), piece.end + 1);

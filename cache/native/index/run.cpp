@@ -87,7 +87,7 @@ Run::Run(LogView log, Positions positions, const std::shared_ptr<Account>& accou
     oldest_ = *oldest;
     newest_ = *newest;
     size_ = positions.size();
-    const auto table = std::make_shared<RunTable>(log, positions, account);
+    const auto table = RunTable::over(log, positions, account);
     parts_.emplace_back(std::make_shared<RunStorage>(std::move(positions), account), size_, table);
 }
 
@@ -97,7 +97,7 @@ Run::Run(LogView log, std::shared_ptr<const Mapping> file, std::span<const Posit
     const auto [oldest, newest] = std::minmax_element(positions.begin(), positions.end());
     oldest_ = *oldest;
     newest_ = *newest;
-    const auto table = std::make_shared<RunTable>(log, positions, account);
+    const auto table = RunTable::over(log, positions, account);
     parts_.emplace_back(std::make_shared<RunStorage>(std::move(file), positions, account), size_, table);
 }
 

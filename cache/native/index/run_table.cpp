@@ -35,6 +35,19 @@ RunTable::RunTable(LogView log, std::span<const Position> run) {
     followers_.shrink_to_fit();
 }
 
+std::shared_ptr<const RunTable> RunTable::over(LogView log, std::span<const Position> run,
+                                               const std::shared_ptr<Account>& account) {
+    if (run.size() < kShort) return none();
+    auto table = std::make_shared<RunTable>(log, run);
+    table->charge_ = std::make_shared<Charge>(account, sizeof(RunTable) + table->memory_bytes());
+    return table;
+}
+
+const std::shared_ptr<const RunTable>& RunTable::none() {
+    static const auto& empty = *new std::shared_ptr<const RunTable>(std::make_shared<RunTable>());
+    return empty;
+}
+
 void RunTable::add_wide(LogView log, std::span<const Position> run, Token last, Places around) {
     const std::uint32_t low = first_at_least(log, run.data(), around, lowest_key(last));
     const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, key_behind(last));

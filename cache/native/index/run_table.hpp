@@ -35,9 +35,11 @@ public:
 
     RunTable() = default;
     RunTable(LogView log, std::span<const Position> run);
-    RunTable(LogView log, std::span<const Position> run, const std::shared_ptr<Account>& account) : RunTable(log, run) {
-        charge_ = std::make_shared<Charge>(account, sizeof(*this) + memory_bytes());
-    }
+    /// The table over a run, counted on an account.
+    static std::shared_ptr<const RunTable> over(LogView log, std::span<const Position> run,
+                                                const std::shared_ptr<Account>& account);
+    /// That of a short run, or of one that is not complete.
+    static const std::shared_ptr<const RunTable>& none();
 
     bool empty() const { return keys_.empty(); }
     /// Bounds of the first place whose context's nearest pair is `key` (an `order_key`) or more: at least low, at most

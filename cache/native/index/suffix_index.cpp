@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -109,22 +110,22 @@ void SuffixIndex::write_start(const Sequence& sequence, std::span<const Token> c
     starts_->add(pair_before(log_->view() + log_->size()));
 }
 
-/// The runs with a further one, of the tail and all positions from `begin` on; nullptr where the tail takes these.
-std::shared_ptr<const Runs> SuffixIndex::runs_with(Position begin) {
-    const auto end = static_cast<Position>(log_->size());
-    if (begin == end) return nullptr;
-    if (tail_size_ + (end - begin) <= tail_limit_) {
-        if (!tail_) tail_ = std::make_shared<Tail>(tail_limit_, account_);
-        return nullptr;
-    }
-    Positions positions;
-    for (const Position position : tail()) {
-        if (!log_->is_dead(position)) positions.push_back(position);
-    }
-    for (Position position = begin; position < end; ++position) positions.push_back(position);
-    worked(2 * positions.size());
+/// The runs with the positions from `begin` on: in the newest where that stays short, else in a further one; nullptr
+/// where there are none.
+std::shared_ptr<const Runs> SuffixIndex::runs_with(Position begin) const {
+    Positions positions(log_->size() - begin);
+    if (positions.empty()) return nullptr;
+    std::iota(positions.begin(), positions.end(), begin);
+    const LogView log = log_->view();
+    positions = sort_positions(log, positions);
     auto runs = std::make_shared<Runs>(*runs_);
-    runs->push_back(std::make_shared<Run>(log_->view(), sort_positions(log_->view(), positions), account_));
+    if (runs->size() > merging_end_ && runs->back()->size() + positions.size() <= tail_limit_) {
+        positions = merge_runs(log, runs->back()->positions(), positions);
+        std::erase_if(positions, [&](Position position) { return log_->is_dead(position); });
+        runs->pop_back();
+    }
+    worked(2 * positions.size());
+    runs->push_back(std::make_shared<Run>(log, std::move(positions), account_));
     return runs;
 }
 
@@ -137,15 +138,7 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
     sequence.length += end - begin;
     live_ += end - begin;
     worked(end - begin);
-    if (!runs) {
-        const LogView log = log_->view();
-        for (Position position = begin; position < end; ++position) {
-            tail_->set(tail_size_++, position, log[position - 1]);
-        }
-        return;
-    }
-    retired_.push_back(std::exchange(tail_, nullptr));
-    tail_size_ = 0;
+    if (runs->size() == runs_->size()) retired_.push_back(runs_->back());
     runs_ = std::move(runs);
     merge_newest();
 }
@@ -153,7 +146,7 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
 /// Let readers see a change that was prepared.
 void SuffixIndex::publish() {
     static std::atomic<std::uint64_t> numbers{0};
-    *blank_ = {log_, runs_, tail_, tail_size_, starts_, generation_, ++numbers};
+    *blank_ = {log_, runs_, starts_, generation_, ++numbers};
     std::shared_ptr<const Snapshot> next = std::exchange(blank_, nullptr);
     {
         const std::lock_guard lock(publishing_);
@@ -366,9 +359,6 @@ void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) c
             cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
                          [&](Token, Position position, double) { visit_living(position); });
         }
-    }
-    for (const Position position : seen->newest()) {
-        if (shared_context(log + position, query.end()) >= query.length()) visit_living(position);
     }
 }
 

@@ -1,8 +1,8 @@
 // The suffix index finds the tokens that followed a context in many sequences. It does not use Python.
 //
-// All tokens lie in one log, piece by piece. Positions of the log are indexed by their context: the newest few in an
-// unsorted tail, the others in a handful of sorted runs that merge as they grow (the logarithmic method of Bentley and
-// Saxe, "Decomposable searching problems", 1980). Every public method is safe to call from several threads at once.
+// All tokens lie in one log, piece by piece. Positions of the log are indexed by their context, in a handful of sorted
+// runs that merge as they grow (the logarithmic method of Bentley and Saxe, "Decomposable searching problems", 1980).
+// Every public method is safe to call from several threads at once.
 //
 // Readers take a snapshot, whose parts never change below what it shows; no change to the index keeps them waiting.
 // Removed text is marked at once and left out by every reader; merges drop it later. A change first takes the memory
@@ -85,8 +85,8 @@ public:
     static constexpr Position kCapacity = std::numeric_limits<Position>::max();
     static constexpr std::size_t kDeadShare = 16;  // text is taken out of runs and chunks once so much is removed
 
-    /// At most `tail` positions are matched one by one; a sorted run is at least `ratio` times as large as the next.
-    /// Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
+    /// New positions join the newest run up to `tail` positions; others are at least `ratio` times as large as the
+    /// next. Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
     /// `merge_step`. The log takes `capacity` positions, those of removed text included until work that waits has taken
     /// them back. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
     explicit SuffixIndex(std::size_t tail = kTail, std::size_t ratio = kRatio, bool deferred = false,
@@ -220,7 +220,6 @@ private:
     // All of these under a Hold.
     const Sequence& at(SequenceId sequence) const;
     Sequence& at(SequenceId sequence);
-    std::span<const Position> tail() const { return tail_ ? tail_->first(tail_size_) : std::span<const Position>(); }
     std::vector<Piece>::iterator after_piece(Position position);
     std::vector<Piece>::iterator piece_of(Position position);
     void use(Sequence& sequence);
@@ -233,7 +232,7 @@ private:
     void prepare_to_bury(std::span<const Span> spans);
     void make_room(std::size_t more);
     void write_start(const Sequence& sequence, std::span<const Token> context);
-    std::shared_ptr<const Runs> runs_with(Position begin);
+    std::shared_ptr<const Runs> runs_with(Position begin) const;
     void add(Sequence& sequence, Position begin, std::shared_ptr<const Runs> runs);
     void merge_newest();
     static std::vector<Span> spans_behind(const Sequence& sequence, std::size_t length);
@@ -300,11 +299,9 @@ private:
     std::unordered_map<SequenceId, Sequence> sequences_;
     Sequence *oldest_ = nullptr, *newest_ = nullptr;  // by last use
     std::int64_t clock_ = 0;
-    std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();  // every position below those of the tail
+    std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();
     std::optional<Merge> merge_;  // under merging_
     std::size_t merging_end_ = 0;  // number of the runs at the beginning that a merge is at work on
-    std::shared_ptr<Tail> tail_;
-    std::size_t tail_size_ = 0;
     std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
     std::size_t live_ = 0;  // tokens of all sequences
     std::size_t removed_ = 0, truncated_ = 0;  // places of the log that are there, and that nothing needs any more

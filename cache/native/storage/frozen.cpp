@@ -179,7 +179,6 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
     }
     const std::vector<ChunkView> chunks = chunks_of(frozen.log.data(), frozen.log.size());
     const LogView log(chunks.data());
-    frozen.run = sort_positions(log, relocation.moved(seen->newest()));
     for (auto run = seen->runs->rbegin(); run != seen->runs->rend(); ++run) {
         frozen.run = merge_runs(log, moved(relocation, log, **run), frozen.run);
     }
