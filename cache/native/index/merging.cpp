@@ -13,33 +13,6 @@ constexpr std::size_t kSmall = 4096;   // positions that an append merges itself
 constexpr std::size_t kRewriteShare = 8;  // a short log is written anew once so much of it is removed
 constexpr std::size_t kMostRuns = 64;  // more of them, and an append merges them all, where no one else does
 
-/// A run while it is merged, counted as long as it exists.
-struct Part {
-    Part(std::span<const Position> positions, const std::shared_ptr<Account>& account)
-        : positions(positions), charge(std::make_unique<Charge>(account, 0)) {}
-    Part(Positions merged, const std::shared_ptr<Account>& account)
-        : owned(std::move(merged)),
-          positions(owned),
-          charge(std::make_unique<Charge>(account, owned.capacity() * sizeof(Position))) {}
-
-    Positions owned;
-    std::span<const Position> positions;
-    std::unique_ptr<Charge> charge;
-};
-
-/// Merge runs, each older than the next; the smallest neighbours first.
-Positions merge_all(LogView log, std::vector<Part> parts, const std::shared_ptr<Account>& account) {
-    while (parts.size() > 1) {
-        std::size_t best = 0;
-        const auto size = [&](std::size_t i) { return parts[i].positions.size() + parts[i + 1].positions.size(); };
-        for (std::size_t i = 1; i + 1 < parts.size(); ++i) best = size(i) < size(best) ? i : best;
-        parts[best] = Part(merge_runs(log, parts[best].positions, parts[best + 1].positions), account);
-        parts.erase(parts.begin() + static_cast<std::ptrdiff_t>(best) + 1);
-    }
-    if (!parts[0].owned.empty()) return std::move(parts[0].owned);
-    return {parts[0].positions.begin(), parts[0].positions.end()};
-}
-
 std::size_t size_of(const Runs& runs, std::size_t first, std::size_t end) {
     std::size_t size = 0;
     for (std::size_t i = first; i < end; ++i) size += runs[i]->size();
@@ -283,13 +256,12 @@ void SuffixIndex::merge(const Snapshot& from, Job job) {
 
 std::shared_ptr<const Run> SuffixIndex::merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
                                                std::size_t& dropped) const {
-    std::vector<Part> parts;
+    Positions positions;
     std::size_t dead = 0;
-    for (const auto& run : runs) {
-        parts.emplace_back(run->positions(), account_);
-        dead += run->dead();
+    for (auto run = runs.rbegin(); run != runs.rend(); ++run) {  // the smallest first
+        positions = merge_runs(log.view(), (*run)->positions(), positions);
+        dead += (*run)->dead();
     }
-    Positions positions = merge_all(log.view(), std::move(parts), account_);
     if (dead > 0) {
         dropped = std::erase_if(positions, [&](Position position) { return log.is_dead(position); });
         if (dropped > positions.size() / 8) positions.shrink_to_fit();
