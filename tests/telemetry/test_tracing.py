@@ -16,9 +16,6 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from agentspec import chat, step
 from agentspec.langchain import AgentSpecMiddleware, KnowledgeRetriever
@@ -32,6 +29,10 @@ from tests.proxy.upstreams import settings
 
 __all__ = ["gateway", "upstream"]
 
+sdk = pytest.importorskip("opentelemetry.sdk.trace")
+export = pytest.importorskip("opentelemetry.sdk.trace.export")
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
 PUBLISHED = frozenset((Path(__file__).parent / "gen_ai_attributes.txt").read_text().split())
 """From the registry of attributes of github.com/open-telemetry/semantic-conventions-genai in November 2026."""
 SWITCH = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -42,8 +43,8 @@ SECRET = "canary"
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The spans that have ended; at the end, that their attributes have published names alone."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
     monkeypatch.delenv(SWITCH, raising=False)
     yield exporter.get_finished_spans
