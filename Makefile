@@ -31,6 +31,8 @@ BIN := $(VENV)/bin
 # Python makes bytecode of what is imported, once; pip would make it of everything, a third of an installation's work.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEMO := torch,langgraph,proxy
 NATIVE := $(wildcard cache/native/*.cpp cache/native/*/*.cpp cache/native/*/*.hpp)
 SOURCES := $(NATIVE) CMakeLists.txt pyproject.toml constraints.txt
 CODE := agentspec cache backends reasoning benchmarks tests examples docs
@@ -51,12 +53,15 @@ help:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch and the build tools come first: the package is then built with exactly these, not with fresh downloads.
-$(VENV)/.base: constraints.txt $(LOCK) | $(BIN)/python
-	@echo "installing torch and the build tools (this can take minutes)"
+$(VENV)/.tools: constraints.txt $(LOCK) | $(BIN)/python
 	$(if $(LOCK),$(INSTALL) --require-hashes --no-deps -r $(LOCK))
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+# torch and the build tools come first: the package is then built with exactly these, not with fresh downloads.
+$(VENV)/.base: $(VENV)/.tools
+	@echo "installing torch and the build tools (this can take minutes)"
+	$(PIP) $(INDEX) torch
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
@@ -65,7 +70,24 @@ $(VENV)/.installed-%: $(VENV)/.base $(SOURCES)
 	$(if $(LOCK),$(BIN)/python -m pip check)
 	@touch $@
 
-demo: $(VENV)/.installed-torch,langgraph,proxy
+# For the demonstration the package is compiled while pip installs what it imports, and then the model is fetched.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    print(*p["dependencies"], *(need for extra in "$(DEMO)".split(",") for need in p["optional-dependencies"][extra]), sep="\n")
+
+$(VENV)/.needs: pyproject.toml $(VENV)/.tools
+	@echo "installing torch and other packages (this can take minutes), and fetching a model"
+	$(BIN)/python -c '$(NEEDS)' > $@.txt
+	$(PIP) $(INDEX) -r $@.txt
+	PYTHONPATH=. $(BIN)/python -c 'from agentspec.backends.model_store import resolve; resolve("smollm2-135m")'
+	@touch $@ $(VENV)/.base
+
+$(VENV)/.native: $(SOURCES) $(VENV)/.tools
+	@echo "building this package"
+	CMAKE_ARGS="-DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=12 $(CMAKE_ARGS)" $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo:
+	$(MAKE) -j2 $(VENV)/.needs $(VENV)/.native
 	$(BIN)/agentspec demo
 
 test: $(VENV)/.installed-test

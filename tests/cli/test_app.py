@@ -106,14 +106,15 @@ def test_serve_refuses_options_that_cannot_work(program, arguments, says):
 def test_the_demo_compares_sessions_of_an_agent(program, tiny_model: Path) -> None:
     result = program("demo", "--model", tiny_model, "--sessions", 2, "--turns", 1, "--max-tokens", 8)
     assert result.exit_code == 0, result.output
-    title, heading, *rows, last = result.output.splitlines()
+    title, heading, *rows, compared, last = result.output.splitlines()
     assert title.startswith("2 sessions of 1 call, with prompts of ")
-    assert heading.split() == ["speculation", "s/session", "tokens/s", "tok/forward", "speed-up", "same"]
-    for row, variant in zip(rows, ("off", "on", "on, same again"), strict=True):
+    assert heading.split()[2:] == ["s/session", "tokens/s", "tok/forward", "speed-up", "same"]
+    for row, variant in zip(rows, ("transformers", "agentspec", "agentspec, again"), strict=True):
         *_, speed, forwards, faster, same = row.removeprefix(variant).split()
         assert float(speed) > 0 and faster.endswith("x") and same == "2/2", row
-        assert forwards == "-" if variant == "off" else float(forwards) >= 1
-    assert last == "Answers: identical with speculation off and on, token by token, in all 4 calls."
+        assert forwards == "-" if variant == "transformers" else float(forwards) >= 1
+    assert "reads each prompt from the start" in compared
+    assert last == "Answers: identical to those of transformers, token by token, in all 4 calls."
 
 
 # `agentspec verify` --------------------------------------------------------------------------------------------------
