@@ -60,8 +60,7 @@ class Found(NamedTuple):
     deletions: int
 
 
-Spare = deque[tuple[torch.Tensor, Any]]
-"""Memory of the host for a copy from a GPU, and the event that ends it."""
+Spare = deque[tuple[torch.Tensor, Any]]  # memory of the host for a copy from a GPU, and the event that ends it
 
 
 class SampledTokens:

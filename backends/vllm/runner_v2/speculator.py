@@ -51,11 +51,13 @@ class PassageSpeculator:
 
     def open_cache(self, vllm_config: Any) -> None:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
+        from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
+
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         if self._retriever is not None:
             self._retriever.pinned = self.device.type != "cpu"
-        self._ranks = _ranks()
+        self._ranks = get_tp_group() if model_parallel_is_initialized() else None
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
         self._failures = FailureLog(logger, "a request goes without drafts")
@@ -247,10 +249,3 @@ def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[...
 
     sizes = (speculator.max_num_reqs, speculator.max_model_len, speculator.num_speculative_steps)
     return PassageMatcher(*sizes, shape, speculator.device).draft
-
-
-def _ranks() -> Any:
-    """The group of ranks that compute a model together; None outside vLLM's workers."""
-    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
-
-    return get_tp_group() if model_parallel_is_initialized() else None
