@@ -96,6 +96,32 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectedDraft:
+    """Drafted text that the model did not write, from the first token that differs on along its likeliest branch.
+    `probability` is that token's, as in `TokenSource`.
+    """
+
+    text: str
+    source: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Where one token of an answer came from. `source` is one of `Source.NAMES`, None for the model's own draw.
+
+    `probability` is the calibrated probability, before the model verified it, that the draft would be accepted up to
+    here. `rejected` are the drafts for this place that were not. `forward` numbers the forwards of the answer from 0.
+    """
+
+    text: str
+    source: str | None
+    probability: float | None
+    rejected: tuple[RejectedDraft, ...]
+    forward: int
+
+
+@dataclass(frozen=True, slots=True)
 class LossyAcceptance:
     """A rule by which a local engine accepts tokens of its draft model that are not the large model's own draws.
 
@@ -256,7 +282,8 @@ class GenerateRequest:
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
     target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the
     answers of a local model lossy; only the operator's settings set it. With `prefill_next` off nothing is read ahead
-    after the answer. `early_tools` is a count for a gateway's report.
+    after the answer. `early_tools` is a count for a gateway's report. With `token_sources` the deltas of a local model
+    say where each token came from.
     """
 
     model: str
@@ -288,6 +315,7 @@ class GenerateRequest:
     acceptance: LossyAcceptance | None = None
     prefill_next: bool = True
     early_tools: int = 0
+    token_sources: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in ("messages", "text", "token_ids") if getattr(self, name) is not None]
@@ -382,11 +410,12 @@ class Delta:
     index: int = 0
     prompt: Prompt | None = None
     stop_reason: str | None = None
+    token_sources: tuple[TokenSource, ...] = ()
 
     def without_reasoning(self) -> Delta:
-        """This delta without its thoughts, and without log-probabilities and token ids, which would show them."""
+        """This delta without its thoughts, and without what would show them: log-probabilities, token ids, sources."""
         extra = {name: value for name, value in self.extra.items() if name not in ("reasoning", "reasoning_content")}
-        return replace(self, token_ids=(), logprobs=(), extra=extra)
+        return replace(self, token_ids=(), logprobs=(), token_sources=(), extra=extra)
 
     @property
     def size(self) -> int:
@@ -394,5 +423,7 @@ class Delta:
         prompt = self.prompt or Prompt()
         tokens = sum(_TOKEN_BYTES + len(one.text) for token in self.logprobs for one in (token, *token.top))
         extra = len(str(self.extra)) if self.extra else 0
+        for one in self.token_sources:
+            tokens += 4 * _TOKEN_BYTES + len(one.text) + sum(_TOKEN_BYTES + len(other.text) for other in one.rejected)
         texts, ids = len(prompt.text) + len(self.text), len(prompt.token_ids) + len(self.token_ids)
         return _TOKEN_BYTES + texts + extra + 8 * ids + tokens

@@ -72,8 +72,7 @@ class CompletionWriter(ChunkWriter):
         return self._whole([self._choice(one.whole(index)) for index, one in self.answer.all()])
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        tokens = self.format.token_ids and delta.token_ids
-        if delta.text or delta.logprobs or delta.finish_reason or tokens:
+        if delta.text or delta.logprobs or delta.finish_reason or any(self._asked(delta).values()):
             yield from self._chunk(self.kind, self._choice(delta), delta)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class CompletionWriter(ChunkWriter):
             "text": delta.text,
             "logprobs": self._logprobs(delta.index, delta.logprobs) if self.request.sampling.logprobs else None,
             "finish_reason": delta.finish_reason,
-            **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
+            **self._asked(delta),
             **prompt,
         }
 

@@ -50,6 +50,7 @@ class AnswerFormat:
 
     usage: bool = False
     token_ids: bool = False
+    token_sources: bool = False
 
 
 class _StreamOptions(Closed):
@@ -114,6 +115,7 @@ class _CommonBody(SamplingFields, Body):
     priority: Count | None = None
     latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
+    return_token_sources: bool | None = None
     stream_options: _StreamOptions = _StreamOptions()
     # Accepted only with the value that describes what the engine does anyway.
     skip_special_tokens: Annotated[Any, only(True)] = None
@@ -129,8 +131,11 @@ class _CommonBody(SamplingFields, Body):
         return given if not forms or (form := parse_form(forms)) is None else {**given, "structured_outputs": form}
 
     def service(self) -> dict[str, Any]:
-        """The scheduling fields. A client's `priority` may put its request after others, never before them."""
-        return self.given("priority", "latency_target_ms_per_token")
+        """The scheduling fields, where a client's `priority` may put its request after others, never before them; and
+        whether the sources of tokens are wanted.
+        """
+        wanted = {"token_sources": True} if self.return_token_sources else {}
+        return {**self.given("priority", "latency_target_ms_per_token"), **wanted}
 
 
 class GenerationBody(_CommonBody):
@@ -142,7 +147,9 @@ class GenerationBody(_CommonBody):
 
     def answer_format(self) -> AnswerFormat:
         check_stream_options(self.stream_options, stream=self.stream)
-        return AnswerFormat(self.stream_options.include_usage, bool(self.return_token_ids))
+        return AnswerFormat(
+            self.stream_options.include_usage, bool(self.return_token_ids), bool(self.return_token_sources)
+        )
 
 
 def check_stream_options(options: Closed, *, stream: bool) -> None:

@@ -13,7 +13,16 @@ from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.speculation import MeasuredSpeculation
 from agentspec.protocol.tools import ToolCalls
 from agentspec.protocol.wire import DONE
-from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
+from agentspec.types import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Prompt,
+    Speculation,
+    TokenLogprob,
+    TokenSource,
+    Usage,
+)
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
@@ -28,6 +37,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     prompt: Prompt | None = None
+    token_sources: list[TokenSource] = field(default_factory=list)
     _calls: ToolCalls | None = None
     _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
     _values: dict[str, Any] = field(default_factory=dict)  # and those that come whole
@@ -39,6 +49,7 @@ class Choice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
         self.prompt = delta.prompt or self.prompt
+        self.token_sources.extend(delta.token_sources)
         for name, value in delta.extra.items():
             if name == "tool_calls":
                 self._calls = self._calls or ToolCalls()
@@ -50,8 +61,16 @@ class Choice:
 
     def whole(self, index: int) -> Delta:
         """The choice as one delta, without its further fields."""
-        tokens, logprobs = tuple(self.token_ids), tuple(self.logprobs)
-        return Delta("".join(self.text), tokens, logprobs, self.finish_reason, index=index, prompt=self.prompt)
+        tokens, logprobs, sources = tuple(self.token_ids), tuple(self.logprobs), tuple(self.token_sources)
+        return Delta(
+            "".join(self.text),
+            tokens,
+            logprobs,
+            self.finish_reason,
+            index=index,
+            prompt=self.prompt,
+            token_sources=sources,
+        )
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -151,6 +170,11 @@ class ChunkWriter(ApiWriter):
         if ends and self.format.usage:
             yield self._wrap(kind, [], usage=usage_object(delta.usage or Usage()), **at_end, **self._metrics(delta))
 
+    def _asked(self, one: Delta | Choice) -> dict[str, Any]:
+        """The members of a choice that the client asked for besides what all get."""
+        ids = {"token_ids": list(one.token_ids)} if self.format.token_ids else {}
+        return ids | ({"token_sources": [*map(source_object, one.token_sources)]} if self.format.token_sources else {})
+
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         counts = speculation_member(self.answer.speculation)
         return self._wrap(
@@ -194,6 +218,11 @@ def speculation_member(speculation: Speculation | None) -> dict[str, Any]:
     return {"speculation": members}
 
 
+def source_object(token: TokenSource) -> dict[str, Any]:
+    """A token and where it came from; what is not known of it is left out."""
+    return {name: value for name, value in asdict(token).items() if value not in (None, ())}
+
+
 def thoughts_of(extra: Mapping[str, Any]) -> str:
     """The thoughts of a delta or a message, which have two names."""
     found = (extra.get(name) for name in THOUGHTS)
@@ -214,8 +243,8 @@ class ChatWriter(ChunkWriter):
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         begins = delta.index not in self._begun
-        tokens = self.format.token_ids and delta.token_ids
-        if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or tokens or begins):
+        asked = self._asked(delta)
+        if not (delta.text or delta.logprobs or delta.extra or delta.finish_reason or any(asked.values()) or begins):
             return
         self._begun.add(delta.index)
         message: dict[str, Any] = {"role": "assistant", "content": ""} if begins else {}
@@ -226,7 +255,7 @@ class ChatWriter(ChunkWriter):
             "delta": {**message, **delta.extra},
             "logprobs": _logprobs(delta.logprobs) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
-            **({"token_ids": list(delta.token_ids)} if self.format.token_ids else {}),
+            **asked,
         }
         yield from self._chunk("chat.completion.chunk", choice, delta, **self._prompt(delta.prompt))
 
@@ -238,7 +267,7 @@ class ChatWriter(ChunkWriter):
             "message": {"role": "assistant", "content": content, "refusal": None, **choice.extra},
             "logprobs": _logprobs(choice.logprobs) if self.request.sampling.logprobs else None,
             "finish_reason": choice.finish_reason,
-            **({"token_ids": choice.token_ids} if self.format.token_ids else {}),
+            **self._asked(choice),
         }
 
     def _prompt(self, prompt: Prompt | None) -> dict[str, Any]:

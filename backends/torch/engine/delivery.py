@@ -70,5 +70,6 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        token_sources=tuple(entry for delta in deltas for entry in delta.token_sources),
         prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
     )

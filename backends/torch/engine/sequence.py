@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from agentspec.types import (
     TokenLogprob,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from agentspec.backends.torch.engine.token_origins import TokenOrigins
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +89,19 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer.decoder(request.constraints.shown), request.prompt)
         self._scanner = StopScanner(request.sampling.stop)
         self._fresh: list[str] = []
+        self.pieces: list[str] | None = None  # the text of each token of this step, where it is asked for
 
     def add(self, token: int) -> bool:
         """Append `token` to the answer; True if the answer is finished with it."""
         self.num_tokens += 1
-        if token in self._request.stop_ids:
+        ends = token in self._request.stop_ids
+        piece = "" if ends else self._detokenizer.feed(token)
+        if self.pieces is not None:
+            self.pieces.append(piece)
+        if ends:
             self.finish = "stop"
         else:
-            self._fresh.append(self._scanned(self._detokenizer.feed(token)))
+            self._fresh.append(self._scanned(piece))
             if self._scanner.stopped:
                 self.finish = "stop"
             elif self.num_tokens >= self._request.max_tokens:
@@ -198,6 +206,11 @@ class Sequence:
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._prompt_due = request.original.return_prompt
+        self._origins: TokenOrigins | None = None
+        if request.original.token_sources:
+            from agentspec.backends.torch.engine.token_origins import TokenOrigins
+
+            self._origins, self._answer.pieces = TokenOrigins(context.tokenizer.spell), []
         rule = None if self._drafter is None else request.original.acceptance
         self._substitutes = None if rule is None else Substitutes.of(rule, self.sampler)
         self._logits = torch.empty(0)
@@ -278,7 +291,15 @@ class Sequence:
         taken = () if self._substitutes is None else self._substitutes.taken
         self._speculator.observe(draft, path, cost, substituted=taken)
         self._session.extend(fresh)
-        return self._delta(fresh)
+        delta = self._delta(fresh)
+        return delta if self._origins is None else self._traced(delta, draft, path)
+
+    def _traced(self, delta: Delta, draft: Proposal, path: list[int]) -> Delta:
+        """`delta` with the sources of its tokens, which the step accepted along `path` of the draft."""
+        assert self._origins is not None and self._answer.pieces is not None
+        self._origins.add(delta.token_ids, self._answer.pieces, draft, path)
+        self._answer.pieces = []
+        return replace(delta, token_sources=self._origins.take(delta.text, ended=self.finish is not None))
 
     def close(self, *, clean: bool) -> None:
         """Close the token cache session and the drafter. Only a sequence that finished cleanly (`clean`) may be shared;

@@ -214,3 +214,32 @@ async def test_without_a_cache_an_answer_is_drafted_from_its_own_text_alone(back
     assert answers[0][0] == answers[1][0] == answers[2][0]
     accepted = backend.stats().accepted_by_source
     assert {source for source, count in accepted.items() if count} == {"session"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ("e", "th")}, {"temperature": 0.9, "n": 2}], ids=str)
+async def test_the_sources_of_tokens_are_the_answer_and_the_counts(backend_of: Any, fields: dict[str, Any]) -> None:
+    """Joined they are its text, and they add up to the totals; they change nothing of it."""
+    sampling = SamplingParams(
+        **{"temperature": 0.0, "seed": 4, "max_tokens": 60, "logit_bias": {256: -100.0}, **fields}
+    )
+    with SuffixCache.open() as cache:
+        backend = backend_of(cache)
+        plain = [delta async for delta in backend.generate(ask(sampling, store=False))]
+        for label in ("first", "again", "and again"):
+            request = ask(sampling, labels=Labels(session=label), prediction=plain[0].text, token_sources=True)
+            deltas = [delta async for delta in backend.generate(request)]
+            sources = [one for delta in deltas for one in delta.token_sources]
+            for choice in range(sampling.n):
+                mine = [delta for delta in deltas if delta.index == choice]
+                text = "".join(delta.text for delta in mine)
+                assert text == "".join(delta.text for delta in plain if delta.index == choice)
+                assert text == "".join(one.text for delta in mine for one in delta.token_sources)
+            done = deltas[-1].speculation
+            assert done is not None
+            assert sum(one.source is not None for one in sources) == done.accepted
+            assert len({(delta.index, one.forward) for delta in deltas for one in delta.token_sources}) == done.steps
+            assert len(sources) == sum(len(delta.token_ids) for delta in deltas)
+            assert all(one.source is None or 0 < (one.probability or 0) <= 1 for one in sources)
+            assert sum(bool(one.rejected) for one in sources) <= done.drafted - done.accepted
+        assert {one.source for one in sources} >= {None, "shared"}
+    assert not any(delta.token_sources for delta in plain)

@@ -1,0 +1,61 @@
+"""Where each token of an answer came from: recorded for requests that ask for it, and not imported for others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from agentspec.backends.torch.engine.speculator import Proposal
+from agentspec.types import RejectedDraft, Source, TokenSource
+
+
+class TokenOrigins:
+    """The sources of one answer's tokens. Joined, their texts are the answer's text.
+
+    `spell` writes out one token. Text can be held back, as it may begin a stop string: its tokens wait here.
+    """
+
+    def __init__(self, spell: Callable[[int], str]) -> None:
+        self._spell = spell
+        self._waiting: deque[TokenSource] = deque()
+        self._passed = 0  # characters of the tokens that wait which the answer has already
+        self._forward = 0
+
+    def add(self, tokens: Sequence[int], texts: Sequence[str], draft: Proposal, path: Sequence[int]) -> None:
+        """Add the tokens of one forward with their texts: those of the nodes in `path` were drafted."""
+        for place, text in enumerate(texts):
+            node = path[place] if place < len(path) else None
+            source = None if node is None else Source.NAMES[draft.sources[node]]
+            probability = None if node is None else round(draft.acceptance[node], 4)
+            rejected = tuple(self._rejected(draft, path, place, tokens[place]))
+            self._waiting.append(TokenSource(text, source, probability, rejected, self._forward))
+        self._forward += 1
+
+    def take(self, text: str, *, ended: bool) -> tuple[TokenSource, ...]:
+        """The tokens that are whole in the answer once `text` was added to it; those that wait, if it `ended`."""
+        self._passed += len(text)
+        taken: list[TokenSource] = []
+        while self._waiting and (ended or len(self._waiting[0].text) <= self._passed):
+            one = self._waiting.popleft()
+            taken.append(replace(one, text=one.text[: self._passed]))  # a stop string cuts the last ones
+            self._passed -= len(taken[-1].text)
+        if ended and self._passed:  # an incomplete character, which no token completes
+            taken[-1] = replace(taken[-1], text=taken[-1].text + text[-self._passed :])
+        return tuple(taken)
+
+    def _rejected(self, draft: Proposal, path: Sequence[int], place: int, written: int) -> Iterator[RejectedDraft]:
+        """The drafts for the token at `place`, which became another one."""
+        before = path[place - 1] if place else -1
+        for node, parent in enumerate(draft.parents):
+            if parent == before and draft.tokens[node] != written:
+                text = "".join(self._spell(draft.tokens[one]) for one in _likeliest(draft, node))
+                yield RejectedDraft(text, Source.NAMES[draft.sources[node]], round(draft.acceptance[node], 4))
+
+
+def _likeliest(draft: Proposal, node: int | None) -> Iterator[int]:
+    """`node`, its likeliest child, and so on."""
+    while node is not None:
+        yield node
+        children = [one for one, parent in enumerate(draft.parents) if parent == node]
+        node = max(children, key=draft.acceptance.__getitem__, default=None)
