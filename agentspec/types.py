@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from agentspec.protocol.token_sources import TokenSource
+
 DEFAULT_TENANT = "default"
 _TOKEN_BYTES = 16  # of a token besides its text, at least
 
@@ -93,32 +95,6 @@ class Source:
     GRAMMAR = 4  # tokens that the request's grammar forces
 
     NAMES = ("session", "shared", "prediction", "model", "grammar")
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedDraft:
-    """Drafted text that the model did not write, from the first token that differs on along its likeliest branch.
-    `probability` is that token's, as in `TokenSource`.
-    """
-
-    text: str
-    source: str
-    probability: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSource:
-    """Where one token of an answer came from. `source` is one of `Source.NAMES`, None for the model's own draw.
-
-    `probability` is the calibrated probability, before the model verified it, that the draft would be accepted up to
-    here. `rejected` are the drafts for this place that were not. `forward` numbers the forwards of the answer from 0.
-    """
-
-    text: str
-    source: str | None
-    probability: float | None
-    rejected: tuple[RejectedDraft, ...]
-    forward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +258,7 @@ class GenerateRequest:
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
     target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the
     answers of a local model lossy; only the operator's settings set it. With `prefill_next` off nothing is read ahead
-    after the answer. `early_tools` is a count for a gateway's report. With `token_sources` the deltas of a local model
-    say where each token came from.
+    after the answer. `early_tools` is a count for a gateway's report; `token_sources` asks where each token came from.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Answers of the Responses API, which a cache stores besides its sequences.
+"""Answers of the Responses API, and calls of kept runs, which a cache stores besides its sequences.
 
 They lie in `state.sqlite3` of the cache's folder, in memory, or in the cache's PostgreSQL database.
 """
@@ -17,7 +17,7 @@ from agentspec.cache.deletion import ContentFilter, Scope, Selection, pause_betw
 from agentspec.cache.storage import deletion_log
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason
 from agentspec.cache.storage.opening import prepare
-from agentspec.cache.storage.schema import Kinds, is_older, is_sound, responses
+from agentspec.cache.storage.schema import Kinds, is_older, is_sound, responses, runs
 from agentspec.cache.storage.sqlite import STATE, MemoryDatabase, SqliteDatabase
 from agentspec.cache.stored import MOST_UNPACKED, StoredResponse, StoreLimits, packed, texts_of, unpacked
 from agentspec.errors import CacheDamagedError, CacheError, CacheFormatError, CacheUnavailableError
@@ -45,8 +45,9 @@ class ResponseStore:
     All methods raise `CacheError` if the database cannot be used.
     """
 
-    def __init__(self, state: State, limits: StoreLimits) -> None:
+    def __init__(self, state: State, limits: StoreLimits, table: sa.Table = responses) -> None:
         self.limits = limits
+        self._table = table
         self._deleted = 0  # rows by this process
         self._state = state
         self._database = state.database
@@ -69,12 +70,12 @@ class ResponseStore:
             if _is_forgotten(stored, deletions, state.history.known(stored.created_at)):
                 return False
             connection.execute(
-                responses.delete().where(responses.c.id == stored.id, responses.c.tenant == stored.tenant)
+                self._table.delete().where(self._table.c.id == stored.id, self._table.c.tenant == stored.tenant)
             )
             names = ("id", "tenant", "session", "created_at", "previous", "backend")
             row = {name: getattr(stored, name) for name in names} | {"size": len(body), "body": body}
-            insert = self._database.insert(responses).values(**row).on_conflict_do_nothing(index_elements=["id"])
-            if connection.execute(insert.returning(responses.c.id)).first() is None:
+            insert = self._database.insert(self._table).values(**row).on_conflict_do_nothing(index_elements=["id"])
+            if connection.execute(insert.returning(self._table.c.id)).first() is None:
                 return False
             self._enforce_bounds(connection, len(body) + _ROW)
         return True
@@ -82,13 +83,21 @@ class ResponseStore:
     def get(self, tenant: str, id: str) -> StoredResponse | None:
         """The tenant's answer of that id; None if there is none or it is too old."""
         with self._reading() as connection:
-            row = connection.execute(sa.select(responses).where(*self._mine(tenant, id))).first()
-        if row is None:
-            return None
-        if not is_sound(row, (*_KINDS, ("previous", str | None), ("backend", str | None))):
-            raise CacheFormatError(f"the stored response {id} is damaged")
-        head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
-        return StoredResponse(*head, **unpacked(row.body, row.id))
+            row = connection.execute(sa.select(self._table).where(*self._mine(tenant, id))).first()
+        return None if row is None else _read(row)
+
+    def newest(self, tenant: str, most: int, session: str | None = None) -> list[StoredResponse]:
+        """The tenant's newest answers, the newest first: of all sessions, or of one. Damaged ones are left out."""
+        columns = self._table.c
+        wanted = [columns.tenant == tenant, columns.created_at >= self.limits.oldest]
+        wanted += [] if session is None else [columns.session == session]
+        query = sa.select(self._table).where(*wanted).order_by(columns.created_at.desc(), columns.id).limit(most)
+        found: list[StoredResponse] = []
+        with self._reading() as connection:
+            for row in connection.execute(query):
+                with suppress(CacheFormatError):
+                    found.append(_read(row))
+        return found
 
     def delete(self, tenant: str, id: str) -> bool:
         """Delete the tenant's answer of that id; returns whether there was one."""
@@ -96,11 +105,11 @@ class ResponseStore:
             return self._delete_where(connection, *self._mine(tenant, id)) > 0
 
     def _mine(self, tenant: str, id: str) -> list[sa.ColumnElement[bool]]:
-        return [responses.c.id == id, responses.c.tenant == tenant, responses.c.created_at >= self.limits.oldest]
+        return [self._table.c.id == id, self._table.c.tenant == tenant, self._table.c.created_at >= self.limits.oldest]
 
     def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
         """Delete what the selection covers in the caller's transaction, which erases it."""
-        columns = responses.c
+        columns = self._table.c
         body = columns.body if selection.searched else sa.literal(b"").label("body")
         query = sa.select(columns.id, columns.tenant, columns.session, columns.created_at, body)
         if selection.tenant is not None:
@@ -114,9 +123,9 @@ class ResponseStore:
         if self.limits.seconds is None or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + pause_between_looks(self.limits.seconds, _LOOK_SECONDS)
-        old = is_older(responses.c.created_at, self.limits.oldest)
+        old = is_older(self._table.c.created_at, self.limits.oldest)
         with self._reading() as connection:
-            found = connection.execute(sa.select(responses.c.id).where(old).limit(1)).first() is not None
+            found = connection.execute(sa.select(self._table.c.id).where(old).limit(1)).first() is not None
         if found:
             with self._writing() as connection:
                 self._delete_where(connection, old)
@@ -150,7 +159,7 @@ class ResponseStore:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        what = f"{responses.name} in {self._database.name}"
+        what = f"{self._table.name} in {self._database.name}"
         try:
             yield
         except FAILURES as error:
@@ -161,13 +170,13 @@ class ResponseStore:
     def _delete(self, connection: sa.Connection, ids: Sequence[str]) -> int:
         if ids:
             connection.execute(
-                responses.delete().where(responses.c.id == sa.bindparam("old")), [{"old": id} for id in ids]
+                self._table.delete().where(self._table.c.id == sa.bindparam("old")), [{"old": id} for id in ids]
             )
         self._deleted += len(ids)
         return len(ids)
 
     def _delete_where(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> int:
-        count = connection.execute(responses.delete().where(*conditions)).rowcount
+        count = connection.execute(self._table.delete().where(*conditions)).rowcount
         self._deleted += count
         return count
 
@@ -175,7 +184,7 @@ class ResponseStore:
 
     def _enforce_bounds(self, connection: sa.Connection, added: int) -> None:
         """Called in a transaction that adds so many bytes."""
-        limits, columns = self.limits, responses.c
+        limits, columns = self.limits, self._table.c
         with self._lock:
             self._added += added
             if self._added < limits.smallest // _STEP:
@@ -196,6 +205,13 @@ class ResponseStore:
         ranked = sa.select(columns.id, newer.label("taken")).subquery()
         over = sa.select(ranked.c.id).where(ranked.c.taken > share)
         self._delete(connection, connection.execute(over).scalars().all())
+
+
+def _read(row: Any) -> StoredResponse:
+    if not is_sound(row, (*_KINDS, ("previous", str | None), ("backend", str | None))):
+        raise CacheFormatError(f"the stored response {row.id} is damaged")
+    head = (row.id, row.tenant, row.created_at, row.session, row.previous, row.backend)
+    return StoredResponse(*head, **unpacked(row.body, row.id))
 
 
 def _level(sizes: Iterable[int], total: int) -> int:
@@ -235,6 +251,7 @@ class State:
         self,
         store: SequenceStore | None,
         limits: StoreLimits,
+        run_limits: StoreLimits,
         content_filter: ContentFilter | None = None,
     ) -> None:
         self.database = _opened(store)
@@ -246,8 +263,9 @@ class State:
         with self.database.engine.connect() as connection:
             self.history = deletion_log.KnownDeletions(deletion_log.last(connection))
         self.responses = ResponseStore(self, limits)
+        self.runs = ResponseStore(self, run_limits, runs)
         if store is not None and self._is_shared:
-            store.also_forgets.append(self.responses.forget_within)
+            store.also_forgets += [self.responses.forget_within, self.runs.forget_within]
 
     def forget(self, selection: Selection) -> None:
         """Delete and erase what the selection covers. In a shared database the deletion of the sequences does so.
@@ -259,10 +277,10 @@ class State:
         try:
             with self.database.writing() as connection:
                 deletion_log.log(connection, selection.scope)
-                gone = self.responses.forget_within(connection, selection)
+                gone = [one.forget_within(connection, selection) for one in (self.responses, self.runs)]
         except FAILURES as error:
             raise CacheError(f"{self.database.name} cannot be changed: {reason(error)}") from error
-        if gone:
+        if any(gone):
             self.erasure.mark(rewrite=True)
             self.erasure.finish(now=True)
 
@@ -275,6 +293,7 @@ class State:
         """Delete what is too old. To be called now and then."""
         try:
             self.responses.maintain()
+            self.runs.maintain()
         finally:
             self.note_deletions()
             self.erasure.finish()

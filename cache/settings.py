@@ -91,6 +91,19 @@ class CacheSettings(SettingsModel):
         gt=0,
         description="Most that stored answers of /v1/responses may take, and a quarter of disk_bytes at most",
     )
+    runs_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="Keep what calls were asked and answered, with the source of each token, for their tenant to see on"
+        " the page /ui: most that they may take, and a quarter of disk_bytes at most; unset: nothing is kept",
+    )
+    runs_retention: Seconds = Field(
+        default=7 * 86400.0, gt=0, description="Keep no call for longer, nor for longer than `retention`"
+    )
+
+    @property
+    def keeps_runs(self) -> bool:
+        return self.store and self.runs_bytes is not None
 
     def open(self) -> SuffixCache:
         """Open the cache with these settings. Raises what `location` and `SuffixCache.open` raise."""
@@ -105,6 +118,8 @@ class CacheSettings(SettingsModel):
             retention=self.retention,
             refuse_patterns=self.refuse_patterns,
             responses_bytes=int(self.responses_bytes),
+            runs_bytes=self.runs_bytes,
+            runs_retention=self.runs_retention,
         )
 
     def location(self) -> Path | str | None:

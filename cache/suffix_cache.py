@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -52,7 +53,7 @@ class SuffixCache:
         store_error: str | None = None,
         *,
         memory: tuple[int, int | None],
-        answers: StoreLimits,
+        answers: tuple[StoreLimits, StoreLimits],
         retention: float | None,
         content_filter: ContentFilter | None,
     ) -> None:
@@ -66,7 +67,7 @@ class SuffixCache:
         )
         self._state: State | None = None
         self._opening_state = threading.Lock()
-        self._state_settings = answers, content_filter
+        self._state_settings = *answers, content_filter
         self._deleter = Deleter(self._pool, store, retention)
         self.on_forget = self._deleter.listen  # for engines, which derive more from the same text
         self._maintenance: MaintenanceThread | None = None
@@ -92,6 +93,8 @@ class SuffixCache:
         retention: float | timedelta | None = None,
         refuse_patterns: Sequence[str] = (),
         responses_bytes: int = 64 << 20,
+        runs_bytes: int | None = None,
+        runs_retention: float | timedelta = 7 * 86400.0,
     ) -> SuffixCache:
         """Open a cache in memory, or one that persists at `path`: a folder or `postgresql://user@host/database`.
 
@@ -104,21 +107,26 @@ class SuffixCache:
         The writer deletes sequences older than `retention` (seconds or a timedelta). If a text matches one of
         `refuse_patterns`, or is unknown because the request has no `decode`, its output serves its own session only.
         Answers in `responses` take at most `responses_bytes`, and are deleted after 30 days, or `retention` if that is
-        less. Raises `ConfigurationError` for settings that cannot work, `CacheFormatError` for a damaged database.
+        less; calls of models in `runs`, stored only with `runs_bytes`, likewise, and after `runs_retention`. Raises
+        `ConfigurationError` for settings that cannot work, `CacheFormatError` for a damaged database.
         """
         if mode not in ("auto", "writer", "follower"):
             raise ConfigurationError(f"mode must be 'auto', 'writer' or 'follower', not {mode!r}")
         _require_bytes(memory_bytes=memory_bytes, responses_bytes=responses_bytes)
         limits = {"tenant_memory_bytes": tenant_memory_bytes, "tenant_disk_bytes": tenant_disk_bytes}
-        _require_bytes(disk_bytes=disk_bytes, **limits, optional=True)
+        _require_bytes(disk_bytes=disk_bytes, runs_bytes=runs_bytes, **limits, optional=True)
         try:
             term = None if retention is None else seconds_of(retention, "retention")
+            runs_term = min(seconds_of(runs_retention, "runs_retention"), math.inf if term is None else term)
         except InvalidRequestError as error:
             raise ConfigurationError(error.message, param=error.param) from None
         started = partial(
             cls._started,
             memory=(memory_bytes, tenant_memory_bytes),
-            answers=StoreLimits.of_responses(responses_bytes, term, disk_bytes, tenant_disk_bytes),
+            answers=(
+                StoreLimits.of_responses(responses_bytes, term, disk_bytes, tenant_disk_bytes),
+                StoreLimits.of_responses(runs_bytes or 0, runs_term, disk_bytes, tenant_disk_bytes),
+            ),
             retention=term,
             content_filter=ContentFilter(refuse_patterns) if refuse_patterns not in ((), []) else None,
         )
@@ -149,6 +157,11 @@ class SuffixCache:
     @property
     def responses(self) -> ResponseStore:
         return self._opened_state().responses
+
+    @property
+    def runs(self) -> ResponseStore:
+        """Calls of models as the gateway's page shows them."""
+        return self._opened_state().runs
 
     def _opened_state(self) -> State:
         """In a cache in memory it is opened, and looked after, from its first use on."""

@@ -20,11 +20,15 @@ def demo(
     turns: Annotated[int, typer.Option(min=1, max=8, help="Model calls of a session, each with a longer prompt")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of a call, in tokens")] = 128,
     model: ModelOption = "smollm2-135m",
+    ui: Annotated[bool, typer.Option("--ui", help="Serve the model, and show it on a page of its gateway")] = False,
+    port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one")] = 8700,
 ) -> None:
     """Run sessions of a coding agent, which edits files and reads what its tools say, by transformers and by agentspec.
 
     What the tools say is scripted, so that both see the same prompts; the model writes each answer.
     """
+    if ui:
+        return _serve(model, port)
     from rich.console import Console
 
     from agentspec.benchmarks.runs import EngineBench
@@ -45,6 +49,16 @@ def demo(
         typer.echo(_row(runs, variant, sessions))
     typer.echo("transformers: its `generate`, which reads each prompt from the start and writes a token a forward.")
     typer.echo(_statement(runs))
+
+
+def _serve(model: str, port: int) -> None:
+    """A gateway of the model alone, whatever a configuration file says."""
+    from agentspec.proxy.serving import serve
+    from agentspec.settings.load import load_settings
+
+    backends = {"local": {"kind": "torch", "model": model}}
+    overrides = {"server": {"port": port}, "cache": {"runs_bytes": "64MiB"}, "backends": backends}
+    serve(load_settings(None, overrides, only_overridden_backends=True))
 
 
 def _measured(bench: EngineBench, sessions: list[list[list[int]]], max_tokens: int) -> RunTable:

@@ -131,9 +131,7 @@ class _CommonBody(SamplingFields, Body):
         return given if not forms or (form := parse_form(forms)) is None else {**given, "structured_outputs": form}
 
     def service(self) -> dict[str, Any]:
-        """The scheduling fields, where a client's `priority` may put its request after others, never before them; and
-        whether the sources of tokens are wanted.
-        """
+        """The scheduling fields, where a client's `priority` may only put it after others, and `token_sources`."""
         wanted = {"token_sources": True} if self.return_token_sources else {}
         return {**self.given("priority", "latency_target_ms_per_token"), **wanted}
 
@@ -147,9 +145,8 @@ class GenerationBody(_CommonBody):
 
     def answer_format(self) -> AnswerFormat:
         check_stream_options(self.stream_options, stream=self.stream)
-        return AnswerFormat(
-            self.stream_options.include_usage, bool(self.return_token_ids), bool(self.return_token_sources)
-        )
+        asked = bool(self.return_token_ids), bool(self.return_token_sources)
+        return AnswerFormat(self.stream_options.include_usage, *asked)
 
 
 def check_stream_options(options: Closed, *, stream: bool) -> None:

@@ -5,24 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.speculation import MeasuredSpeculation
+from agentspec.protocol.token_sources import TokenSource, source_object
 from agentspec.protocol.tools import ToolCalls
 from agentspec.protocol.wire import DONE
-from agentspec.types import (
-    Delta,
-    FinishReason,
-    GenerateRequest,
-    Prompt,
-    Speculation,
-    TokenLogprob,
-    TokenSource,
-    Usage,
-)
+from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
@@ -61,16 +53,8 @@ class Choice:
 
     def whole(self, index: int) -> Delta:
         """The choice as one delta, without its further fields."""
-        tokens, logprobs, sources = tuple(self.token_ids), tuple(self.logprobs), tuple(self.token_sources)
-        return Delta(
-            "".join(self.text),
-            tokens,
-            logprobs,
-            self.finish_reason,
-            index=index,
-            prompt=self.prompt,
-            token_sources=sources,
-        )
+        one = Delta("".join(self.text), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason, index=index)
+        return replace(one, prompt=self.prompt, token_sources=tuple(self.token_sources))
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -216,11 +200,6 @@ def speculation_member(speculation: Speculation | None) -> dict[str, Any]:
     if isinstance(speculation, MeasuredSpeculation):
         members = {one.name: members[one.name] for one in fields(Speculation)}
     return {"speculation": members}
-
-
-def source_object(token: TokenSource) -> dict[str, Any]:
-    """A token and where it came from; what is not known of it is left out."""
-    return {name: value for name, value in asdict(token).items() if value not in (None, ())}
 
 
 def thoughts_of(extra: Mapping[str, Any]) -> str:

@@ -51,10 +51,13 @@ async def answer_here(
         requests, writer = await body.work(parse_here, api, fields, context, history, services.settings)
         if isinstance(backend, AddsHeaders):
             answer.response_headers = {**answer.response_headers, **backend.response_headers(requests[0])}
+        requests = requests if services.runs is None else services.runs.asking(requests)
         each = [partial(runtime.answer, request, context.route) for request in requests]
         deltas = each[0]() if len(each) == 1 else merged(each, requests[0].sampling.n)
     if answer.attempt is None:
         body.release()
+    if services.runs is not None:
+        deltas = services.runs.follow(context, answer, fields, deltas)
     await Sending(writer, context, body, answer, services.keeper).send(deltas)
 
 

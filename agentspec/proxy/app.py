@@ -38,6 +38,7 @@ from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.routes.pages import Pages
 from agentspec.proxy.routes.tokenization import CountTokensEndpoint, TokenizationEndpoint
 from agentspec.proxy.ui.routes import page_files, page_routes
+from agentspec.proxy.ui.runs import Runs
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
 
@@ -68,6 +69,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         Metering(server) if server.api_keys else None,
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
+        runs=Runs(runtime, settings) if settings.cache.keeps_runs else None,
     )
     routes = [*_generating(settings, services), *_describing(pages), _stored(services)]
     if server.ui:
@@ -75,6 +77,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
     _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime, pages.history.run if server.ui else None)
+    if services.runs is not None:
+        loading.at_end = services.runs.close
     router = Router(routes, redirect_slashes=False, default=_unknown, lifespan=lambda _: loading.lifespan())
     return GatewayMiddleware(
         routes=router,
@@ -138,6 +142,7 @@ class Loading:
         self.left_behind = False
         self.seconds: float | None = None  # that loading took, once it is done
         self.when_ready: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None
 
     @property
     def models(self) -> list[str]:
@@ -153,7 +158,7 @@ class Loading:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Begin to load. At the end, close the runtime, which flushes the cache."""
+        """Begin to load. At the end, call `at_end` and close the runtime, which flushes the cache."""
         task = asyncio.create_task(self._load())
         watching = asyncio.create_task(self._watch()) if self._watch else None
         try:
@@ -161,6 +166,7 @@ class Loading:
         finally:
             if watching:
                 watching.cancel()
+            self.at_end()
             if self._aborted and not task.done():
                 self.left_behind = True
                 task.cancel()

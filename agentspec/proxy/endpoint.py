@@ -39,6 +39,7 @@ from agentspec.telemetry.metrics import OTHER
 
 if TYPE_CHECKING:
     from agentspec.proxy.responses.stored import Keeper
+    from agentspec.proxy.ui.runs import Runs
 
 MAX_MODEL_NAME = 256
 
@@ -46,7 +47,7 @@ MAX_MODEL_NAME = 256
 @dataclass(frozen=True, slots=True)
 class Services:
     """The runtime, the limits and the stored answers of one gateway. `metering` is None without keys; with
-    `several_tenants` their stored objects at a shared upstream must stay apart.
+    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept.
     """
 
     runtime: Runtime
@@ -57,6 +58,7 @@ class Services:
     metering: Metering | None
     keeper: Keeper
     several_tenants: bool
+    runs: Runs | None = None
 
     def ready(self) -> Runtime:
         if not self.runtime.ready:
@@ -197,6 +199,8 @@ class GenerationEndpoint(GatewayEndpoint):
             if await self.is_forwarded(context, answer):
                 if self.api.keeps_answers:
                     await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
+                if (runs := self.services.runs) is not None:
+                    runs.watch(context, answer, body.fields)
                 await self.pass_on(context, body, answer, self._inspector(body.fields))
                 return
         await self.answer_itself(context, body, answer)

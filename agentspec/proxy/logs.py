@@ -73,14 +73,15 @@ class SentenceFormatter(logging.Formatter):
 def _sentence(event: LoggedEvent) -> str:
     known = {name: value for name, value in event.items() if name != "event" and value is not None}
     if (sentence := _SENTENCES.get(event["event"])) is not None:
-        return sentence.format(**known | {"models": ", ".join(event["models"]) or "any model"})
+        page = f"; open {known['page']}" if "page" in known else ""
+        return sentence.format(**known | {"models": ", ".join(event["models"]) or "any model", "page": page})
     rest = ", ".join(f"{name}={value}" for name, value in known.items())
     return f"{event['event']}: {rest}" if rest else str(event["event"])
 
 
 _SENTENCES = {
     "loading": "loading {models}",
-    "ready": "ready after {seconds} s: {url} answers for {models}",
+    "ready": "ready after {seconds} s: {url} answers for {models}{page}",
 }
 
 

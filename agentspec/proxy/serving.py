@@ -75,8 +75,9 @@ class GatewayServer(uvicorn.Server):
         elif loading.seconds is not None and not self._announced:
             self._announced = True
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            logs.logger.info("ready", url=url, seconds=round(loading.seconds, 1), models=loading.models)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            where = {"url": f"{url}/v1"} | ({"page": f"{url}/ui"} if self._settings.ui else {})
+            logs.logger.info("ready", **where, seconds=round(loading.seconds, 1), models=loading.models)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 10  # a change of the tables takes another: there are no migrations
+VERSION = 11  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -90,19 +90,24 @@ deletions = sa.Table(
 )
 
 
-responses = sa.Table(
-    "responses",
-    metadata,
-    sa.Column("id", Name(128), primary_key=True),
-    sa.Column("tenant", Name, nullable=False),
-    sa.Column("session", Name),
-    sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
-    sa.Column("previous", Name(128)),
-    sa.Column("backend", sa.String),
-    sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
-    sa.Column("body", Bytes, nullable=False),
-    sa.Index("ix_responses_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
-)
+def _answers(name: str) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        sa.Column("id", Name(128), primary_key=True),
+        sa.Column("tenant", Name, nullable=False),
+        sa.Column("session", Name),
+        sa.Column("created_at", sa.Float, nullable=False, index=True),  # seconds since 1970
+        sa.Column("previous", Name(128)),
+        sa.Column("backend", sa.String),
+        sa.Column("size", sa.Integer, nullable=False),  # bytes of `body`
+        sa.Column("body", Bytes, nullable=False),
+        sa.Index(f"ix_{name}_tenant", "tenant", "created_at", "size"),  # covers the sums of the bounds
+    )
+
+
+responses = _answers("responses")  # of the Responses API
+runs = _answers("runs")  # one row for each call of a model
 
 
 def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
@@ -114,6 +119,7 @@ def _keep_no_statistics(table: sa.Table, *columns: str) -> None:
 
 _keep_no_statistics(sequences, "tenant", "session", "tokens")
 _keep_no_statistics(responses, "tenant", "session", "body")
+_keep_no_statistics(runs, "tenant", "session", "body")
 # PostgreSQL need not compress tokens a second time.
 _as_they_are = sa.DDL("ALTER TABLE sequences ALTER COLUMN tokens SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
 event.listen(sequences, "after_create", _as_they_are.execute_if(dialect="postgresql"))

@@ -226,3 +226,27 @@ def test_what_cannot_be_changed_is_not_forgotten(tmp_path: Path, monkeypatch: py
         cache.flush()
         assert cache.forget(session="secret") == 1
         assert (cache.stats().sequences, answers(cache, ["r"])) == (0, [])
+
+
+def test_runs_have_bounds_of_their_own_and_go_with_all_else(place: Any) -> None:
+    with SuffixCache.open(place) as cache:
+        assert not cache.runs.put(make("r1")), "none is kept unless the settings say how much"
+    with SuffixCache.open(place, runs_bytes=200_000, runs_retention=60.0) as cache:
+        for number in range(100):
+            session = f"s{number % 2}"
+            assert cache.runs.put(
+                make(f"r{number}", noise(number, 1500), session=session, created_at=time.time() + number / 1000)
+            )
+        cache.responses.put(make("r1"))
+        newest = [one.id for one in cache.runs.newest("a", 5)]
+        assert newest == ["r99", "r98", "r97", "r96", "r95"] and cache.runs.newest("b", 5) == []
+        kept = [one.id for one in cache.runs.newest("a", 200)]
+        assert 10 < len(kept) < 60 and answers(cache, ["r1"]) == ["r1"], "the largest bound is not the other's"
+        cache.forget(session="s0")
+        assert [one.session for one in cache.runs.newest("a", 200)] == ["s1"] * len(
+            [id for id in kept if int(id[1:]) % 2]
+        )
+        assert [one.id for one in cache.runs.newest("a", 2, "s1")] == ["r99", "r97"]
+        assert cache.runs.put(make("old", created_at=time.time() - 61)) and cache.runs.get("a", "old") is None
+        cache.forget(tenant="a")
+        assert cache.runs.newest("a", 200) == [] and answers(cache, ["r1"]) == []

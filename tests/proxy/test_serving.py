@@ -62,7 +62,9 @@ def test_a_terminal_gets_sentences_and_the_url_once_it_answers() -> None:
         os.close(theirs)
         try:
             text = ""
-            while (ready := re.search(r"ready after [\d.]+ s: (\S+) answers for any model\r\n", text)) is None:
+            while (
+                ready := re.search(r"ready after [\d.]+ s: (\S+) answers for any model; open \S+/ui\r\n", text)
+            ) is None:
                 text += os.read(ours, 4096).decode()
             assert httpx.get(f"{ready[1].removesuffix('/v1')}/ready").status_code == 200
             process.send_signal(signal.SIGTERM)

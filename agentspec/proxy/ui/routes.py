@@ -15,11 +15,11 @@ from agentspec.proxy.endpoint import Services
 from agentspec.proxy.middleware import RecordedRoute
 from agentspec.proxy.routes.pages import Handler, Pages
 from agentspec.proxy.ui.cache import cache_routes
+from agentspec.proxy.ui.html import PAGE
 from agentspec.proxy.ui.now import now_routes
 from agentspec.proxy.ui.workflows import workflow_routes
 from agentspec.version import __version__
 
-PAGE = Path(__file__).with_name("page")
 ROOT = "/ui"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _POLICY = {
@@ -52,6 +52,9 @@ def page_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
     yield from now_routes(services, pages)
     yield from workflow_routes(services, pages)
     yield from cache_routes(services, pages)
+    if (runs := services.runs) is not None:
+        yield RecordedRoute(f"{ROOT}/data/runs", runs.list_page, "GET", "uses_models")
+        yield RecordedRoute(f"{ROOT}/data/run", runs.run_page, "GET", "uses_models")
 
 
 def _sending(file: Path) -> Handler:
@@ -64,12 +67,15 @@ def _sending(file: Path) -> Handler:
 
 
 def _describing(services: Services) -> Handler:
-    """Who the key's owner is and what of the page is for them."""
+    """Who the key's owner is, and the models that they may ask; which are local is known once they are loaded."""
 
     async def session(request: Request) -> Response:
-        identity = RequestAnswer.of(request.scope).key
+        identity, runtime = RequestAnswer.of(request.scope).key, services.runtime
         assert identity is not None
         shown = {name: getattr(identity, name) for name in ("tenant", "uses_models", "reads_metrics")}
-        return json_response({"version": __version__, **shown, "models": services.runtime.models()})
+        names = runtime.models() if runtime.ready else []
+        models = [{"name": name, "local": not runtime.route(name).upstream} for name in names]
+        known = {"ready": runtime.ready, "models": models, "keeps_runs": services.runs is not None}
+        return json_response({"version": __version__, **shown, **known})
 
     return session

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from agentspec.backends.torch.drafters.draft_model import DraftModel, SharedNois
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.backends.torch.engine.speculator import Proposal, Speculator, StepEstimate, accept_path
 from agentspec.backends.torch.engine.stats import Counters
+from agentspec.backends.torch.engine.token_origins import TokenOrigins
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
@@ -37,9 +38,6 @@ from agentspec.types import (
     TokenLogprob,
     Usage,
 )
-
-if TYPE_CHECKING:
-    from agentspec.backends.torch.engine.token_origins import TokenOrigins
 
 
 @dataclass(slots=True, eq=False)
@@ -206,11 +204,8 @@ class Sequence:
             self._drafter, context.governor, context.counters, target.vocab_size, _step_name(request), request.tenant
         )
         self._prompt_due = request.original.return_prompt
-        self._origins: TokenOrigins | None = None
-        if request.original.token_sources:
-            from agentspec.backends.torch.engine.token_origins import TokenOrigins
-
-            self._origins, self._answer.pieces = TokenOrigins(context.tokenizer.spell), []
+        self._origins = TokenOrigins(context.tokenizer.spell) if request.original.token_sources else None
+        self._answer.pieces = None if self._origins is None else self._origins.pieces
         rule = None if self._drafter is None else request.original.acceptance
         self._substitutes = None if rule is None else Substitutes.of(rule, self.sampler)
         self._logits = torch.empty(0)
@@ -292,14 +287,7 @@ class Sequence:
         self._speculator.observe(draft, path, cost, substituted=taken)
         self._session.extend(fresh)
         delta = self._delta(fresh)
-        return delta if self._origins is None else self._traced(delta, draft, path)
-
-    def _traced(self, delta: Delta, draft: Proposal, path: list[int]) -> Delta:
-        """`delta` with the sources of its tokens, which the step accepted along `path` of the draft."""
-        assert self._origins is not None and self._answer.pieces is not None
-        self._origins.add(delta.token_ids, self._answer.pieces, draft, path)
-        self._answer.pieces = []
-        return replace(delta, token_sources=self._origins.take(delta.text, ended=self.finish is not None))
+        return delta if self._origins is None else self._origins.traced(delta, draft, path)
 
     def close(self, *, clean: bool) -> None:
         """Close the token cache session and the drafter. Only a sequence that finished cleanly (`clean`) may be shared;

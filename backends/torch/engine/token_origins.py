@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from agentspec.backends.torch.engine.speculator import Proposal
-from agentspec.types import RejectedDraft, Source, TokenSource
+from agentspec.protocol.token_sources import RejectedDraft, TokenSource
+from agentspec.types import Delta, Source
 
 
 class TokenOrigins:
@@ -17,22 +18,25 @@ class TokenOrigins:
     """
 
     def __init__(self, spell: Callable[[int], str]) -> None:
+        self.pieces: list[str] = []  # the texts of the tokens of this forward
         self._spell = spell
         self._waiting: deque[TokenSource] = deque()
         self._passed = 0  # characters of the tokens that wait which the answer has already
         self._forward = 0
 
-    def add(self, tokens: Sequence[int], texts: Sequence[str], draft: Proposal, path: Sequence[int]) -> None:
-        """Add the tokens of one forward with their texts: those of the nodes in `path` were drafted."""
-        for place, text in enumerate(texts):
+    def traced(self, delta: Delta, draft: Proposal, path: Sequence[int]) -> Delta:
+        """The delta of one forward, in which the nodes of `path` were accepted, with the sources of its tokens."""
+        for place, text in enumerate(self.pieces):
             node = path[place] if place < len(path) else None
             source = None if node is None else Source.NAMES[draft.sources[node]]
             probability = None if node is None else round(draft.acceptance[node], 4)
-            rejected = tuple(self._rejected(draft, path, place, tokens[place]))
+            rejected = tuple(self._rejected(draft, path, place, delta.token_ids[place]))
             self._waiting.append(TokenSource(text, source, probability, rejected, self._forward))
+        self.pieces.clear()
         self._forward += 1
+        return replace(delta, token_sources=self._take(delta.text, ended=delta.finish_reason is not None))
 
-    def take(self, text: str, *, ended: bool) -> tuple[TokenSource, ...]:
+    def _take(self, text: str, *, ended: bool) -> tuple[TokenSource, ...]:
         """The tokens that are whole in the answer once `text` was added to it; those that wait, if it `ended`."""
         self._passed += len(text)
         taken: list[TokenSource] = []

@@ -21,7 +21,7 @@ export function table(headings, rows, caption) {
   const head = h("tr", {}, headings.map((text) => h("th", { scope: "col" }, text)));
   const body = rows.map((cells) => h("tr", {}, cells.map((cell) => h("td", {}, cell))));
   const made = h("table", {}, caption && h("caption", {}, caption), h("thead", {}, head), h("tbody", {}, body));
-  return h("div", { class: "scrolling", tabindex: "0", role: "region", "aria-label": caption ?? headings[0] }, made);
+  return h("div", { class: "scrolling", tabindex: "0", role: "group", "aria-label": caption ?? headings[0] }, made);
 }
 
 export const figure = (value, label) => h("div", { class: "figure" }, h("b", {}, value), h("span", {}, label));

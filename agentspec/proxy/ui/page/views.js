@@ -3,6 +3,7 @@
 import * as cache from "./views/cache.js";
 import * as now from "./views/now.js";
 import * as playground from "./views/playground.js";
+import * as runs from "./views/runs.js";
 import * as workflows from "./views/workflows.js";
 
-export const views = { playground, now, workflows, cache };
+export const views = { playground, now, workflows, runs, cache };
