@@ -2,7 +2,7 @@
 # make test        what to run while changing something: every invariant, in a few minutes
 # make check       everything that must hold before a change is merged: lint, documentation, types, import contracts,
 #                  and all tests but the long ones, with coverage
-# make check-long  what takes from minutes to an hour: faults and load at full length, real vLLM servers
+# make check-long  what takes from minutes to an hour: faults and load at full length, real servers of vLLM and SGLang
 # make site        the documentation with search and a reference, in build/site/html; warnings are errors
 # make engines     compares the plug-ins with the newest vLLM, nightly builds included, and SGLang
 # make mutants     breaks the guards of exactness and of requests one by one; a test has to notice each
@@ -107,17 +107,21 @@ check-static: $(VENV)/.installed-test
 
 check: check-static check-tests
 
-# vLLM is a download of 400 MB into an environment of its own, agent frameworks are one of 150 MB into another; without
+# vLLM and SGLang are downloads of 400 MB each into environments of their own, agent frameworks one of 150 MB; without
 # them the tests of real servers and of these clients are skipped.
 check-long: CHOICE = --hypothesis-profile=long -m "long or hypothesis"
 check-long: WORKERS = 0
 check-long: export AGENTSPEC_VLLM_ENV = $(CURDIR)/.ci/vllm
+check-long: export AGENTSPEC_SGLANG_ENV = $(CURDIR)/.ci/sglang
 check-long: export AGENTSPEC_CLIENTS_ENV = $(CURDIR)/.ci/clients
 check-long: export AGENTSPEC_DEPLOY_ENV = $(CURDIR)/.ci/deploy
-check-long: .ci/vllm/bin/vllm .ci/clients/.complete .ci/deploy/.complete test
+check-long: .ci/vllm/bin/vllm .ci/sglang/.complete .ci/clients/.complete .ci/deploy/.complete test
 
 .ci/vllm/bin/vllm:
 	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/vllm-env .ci/vllm
+
+.ci/sglang/.complete: .ci/sglang-env
+	-PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/sglang-env .ci/sglang && touch $@
 
 .ci/clients/.complete: .ci/clients-env
 	-PYTHON=$(PYTHON) .ci/clients-env .ci/clients && touch $@

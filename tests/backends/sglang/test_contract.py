@@ -1,18 +1,12 @@
-"""A release of SGLang has what the plug-in needs, and its own code runs on our corpus.
+"""A release of SGLang has what the plug-in needs, and its NGRAM worker drafts from our corpus; whole: test_server.py.
 
-Its wheel is unpacked, not installed: most of it cannot be imported without a GPU. What is run of it is cut out of its
-source: the NGRAM worker's drafting, and the layout of trees in its C++ corpus.
+Its wheel is unpacked, not installed. The worker's drafting is cut out of its source.
 """
 
 from __future__ import annotations
 
 import ast
-import ctypes
 import inspect
-import random
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,26 +18,13 @@ import torch
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.sglang import plugin
 from agentspec.backends.sglang.corpus import TokenCacheCorpus
-from agentspec.backends.sglang.drafting import to_arrays
 from agentspec.cache import SuffixCache
 from tests.backends.conftest import NEWEST, Unpack, stored
-from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler, parents_of
-from tests.backends.sglang.test_tree_layout import random_tree
+from tests.backends.sglang.conftest import NODES, Corpora, Req, Scheduler
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 OURS = {"_prepare_draft_tokens", "_efficient_concat_last_n", "_update_ngram_corpus"}
-WRAPPER = """
-#include "result.h"
-using namespace sglang::ngram;
-extern "C" void arrange(const int* paths, int count, int last, int nodes, int* tokens, unsigned char* mask) {
-  std::vector<std::vector<int32_t>> all(count);
-  for (auto& path : all) { for (int left = *paths++; left; --left) path.push_back(*paths++); }
-  auto found = buildResultFromLeafPaths_(last, nodes, all);
-  for (int i = 0; i < nodes; ++i) tokens[i] = found.token[i];
-  for (int i = 0; i < nodes * nodes; ++i) mask[i] = found.mask[i];
-}
-"""
 
 
 @pytest.fixture(scope="module", params=["0.5.23", *NEWEST])
@@ -70,14 +51,6 @@ def worker(sglang: Path) -> Any:
     return module
 
 
-def path_to(tokens: list[int], parents: list[int], node: int) -> tuple[int, ...]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return tuple(reversed(path))
-
-
 def test_the_release_has_what_the_plug_in_needs(sglang: Path) -> None:
     assert missing(sglang, plugin.REQUIREMENTS) == []
 
@@ -97,45 +70,6 @@ def test_the_worker_makes_its_corpus_as_ours_can_be_made(sglang: Path) -> None:
     assert not made.args
     options = {keyword.arg for keyword in made.keywords}
     assert {"draft_token_num", "external_corpus_max_tokens"} <= options and None not in options
-
-
-def test_our_trees_verify_the_paths_that_its_corpus_would_verify(sglang: Path, tmp_path: Path) -> None:
-    """Random trees through the released C++ layout and ours: the same paths, and of each node the same ancestors."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder = next(sglang.rglob("ngram_corpus/result.cpp")).parent
-    (tmp_path / "wrapper.cpp").write_text(WRAPPER)
-    library = tmp_path / "layout.so"
-    sources = [str(tmp_path / "wrapper.cpp"), str(folder / "result.cpp")]
-    subprocess.run(
-        [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{folder}", *sources, "-o", str(library)], check=True
-    )
-    arrange: Callable[..., None] = ctypes.CDLL(str(library)).arrange
-    rng = random.Random(7)
-    for _ in range(200):
-        tree = random_tree(rng, 15)
-        nodes = len(tree.tokens) + 1
-        leaves = set(range(nodes - 1)) - set(tree.parents)
-        paths = [path_to(*tree, leaf) for leaf in leaves]
-        flat = np.array([number for path in paths for number in (len(path), *path)], np.int32)
-        tokens, mask = np.zeros(nodes, np.int32), np.zeros(nodes * nodes, np.uint8)
-        arrange(*(_pointer(flat), len(paths), 9, nodes, _pointer(tokens), _pointer(mask)))
-        assert described(tokens, mask) == described(*to_arrays([9], [tree], nodes))
-
-
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
-def described(tokens: np.ndarray, mask: np.ndarray) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Each node as its path by parents and, in order, by the ancestors that it may attend to."""
-    rows, ids = mask.reshape(len(tokens), -1), tokens.tolist()
-    parents = parents_of(rows)
-    return {
-        (path_to(ids, parents, node), tuple(ids[other] for other in np.flatnonzero(rows[node])))
-        for node in range(len(ids))
-    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])

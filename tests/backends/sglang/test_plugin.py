@@ -1,4 +1,4 @@
-"""What the plug-in changes in SGLang, on stand-ins for the modules that it touches; a release: test_contract.py."""
+"""What the plug-in changes in SGLang, on stand-ins for the modules that it touches; a whole server: test_server.py."""
 
 from __future__ import annotations
 
