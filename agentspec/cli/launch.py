@@ -56,7 +56,7 @@ def launch(
         raise ConfigurationError(f"{agent} is not on the PATH; install it: npm install -g {_PACKAGES[agent]}")
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigurationError(f"--url must begin with http:// or https://, not {url!r}")
-    base = (url or _address(load(config).server)).rstrip("/").removesuffix("/v1")
+    base = (url or address_of(load(config).server)).rstrip("/").removesuffix("/v1")
     key = os.environ.get(KEY_VARIABLE)
     model = _chosen(anyio.run(_models, base, key), model, base)
     options, environment = _codex(base, model, key) if agent is Agent.codex else ([], _claude(base, model, key))
@@ -98,7 +98,7 @@ def _codex(base: str, model: str, key: str | None) -> tuple[list[str], dict[str,
     return options, {}
 
 
-def _address(server: ServerSettings) -> str:
+def address_of(server: ServerSettings) -> str:
     """Where a client on this machine reaches a gateway with these settings."""
     if server.port == 0:
         raise ConfigurationError("server.port = 0 takes any free port: name the gateway's address with --url")

@@ -219,18 +219,14 @@ class RequestAnswer:
         if (done := self.speculation) is not None:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             metrics.speculation(self.model, done, failed)
-        if self.labels is not None:
-            self._count_step(steps.setdefault(self.tenant, StepStatistics()), self.labels)
+        if (labels := self.labels) is not None:
+            key, counts = (labels.workflow, labels.step), steps.setdefault(self.tenant, StepStatistics())
+            more = {"failed_calls": self.outcome != "ok", "early_tools": self.early_tools}
+            counts.add_call(key, usage, done, self.seconds, **more)
         if self.span is not None:
             end_request(self.span, self)
         level = logging.WARNING if self.outcome == "server_error" else logging.INFO
         logger.log(logging.DEBUG if self.route.startswith(_QUIET) else level, "request", **self._log_fields())
-
-    def _count_step(self, steps: StepStatistics, labels: Labels) -> None:
-        called = labels.workflow, labels.step
-        steps.add_call(called, self.usage, self.speculation, self.seconds, failed=self.outcome != "ok")
-        if self.early_tools:
-            steps.add_early_tools(called, self.early_tools)
 
     def _log_fields(self) -> dict[str, Any]:
         usage = self.usage

@@ -150,7 +150,7 @@ def read_counts(counts: Mapping[str, Any]) -> Delta:
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
         usage = read_usage(given) if (given := counts.get("usage")) else None
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
-        speculation = reported_speculation(counts, usage)
+        speculation = reported_speculation(counts, usage) if counts.keys() - {"usage"} else None
     return Delta(usage=usage, speculation=speculation)
 
 

@@ -135,7 +135,7 @@ def model_call(labels: Labels, policy: StepPolicy, early_tools: int = 0) -> Iter
     meter, began, failed, outer = CallMeter(), time.perf_counter(), False, _meter.get()
     scope = replace(current.get().narrowed(labels, policy), early_tools=early_tools)
     if early_tools:
-        statistics.add_early_tools((scope.labels.workflow, scope.labels.step), early_tools)
+        statistics.add((scope.labels.workflow, scope.labels.step), early_tools=early_tools)
     _meter.set(meter)
     try:
         with entered(scope):
@@ -172,7 +172,7 @@ def observe(
     labels = current_labels() if labels is None else labels
     if (meter := _meter.get()) is not None:
         meter.counted = True
-    statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed=failed)
+    statistics.add_call((labels.workflow, labels.step), usage, speculation, seconds, failed_calls=failed)
 
 
 def report() -> Report:

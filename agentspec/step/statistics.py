@@ -64,32 +64,15 @@ class StepStatistics:
 
     def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
         """Count one run of a step's code."""
-        self._add(key, runs=1, errors=failed, seconds=seconds)
+        self.add(key, runs=1, errors=failed, seconds=seconds)
 
     def add_call(
-        self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, *, failed: bool = False
+        self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, **more: float
     ) -> None:
-        """Count one model call of `seconds` seconds; `usage` and `speculation` are None if unknown."""
-        used, speculated = usage or Usage(), speculation or Speculation()
-        self._add(
-            key,
-            calls=1,
-            failed_calls=failed,
-            model_seconds=seconds,
-            prompt_tokens=used.prompt_tokens,
-            completion_tokens=used.completion_tokens,
-            verified_tokens=used.completion_tokens if speculated.forwards else 0,
-            verify_steps=speculated.forwards,
-            rounds=speculated.steps - speculated.forwards,
-            drafted=speculated.drafted,
-            accepted=speculated.accepted,
-            delegated_tokens=speculated.kept_tokens.get("small", 0) if isinstance(speculated, StepSpeculation) else 0,
-            estimated_seconds_saved=speculated.estimated_seconds_saved,
-        )
-
-    def add_early_tools(self, key: Key, count: int) -> None:
-        """Count tools whose early result was used."""
-        self._add(key, early_tools=count)
+        """Count one model call of `seconds` seconds, and `more`; `usage` and `speculation` are None if unknown."""
+        prompt, tokens = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        counts = more if speculation is None else more | _counted(speculation, tokens)
+        self.add(key, calls=1, model_seconds=seconds, prompt_tokens=prompt, completion_tokens=tokens, **counts)
 
     def rows(self) -> list[StepRow]:
         """The current rows, in the order in which the steps were first seen."""
@@ -104,9 +87,23 @@ class StepStatistics:
     def __repr__(self) -> str:
         return f"<StepStatistics of {len(self._rows)} steps>"
 
-    def _add(self, key: Key, **more: float) -> None:
+    def add(self, key: Key, **more: float) -> None:
+        """Add to fields of a row."""
         with self._lock:
             if key not in self._rows and len(self._rows) >= MAX_ROWS:
                 key = OTHER
             row = self._rows.get(key, StepRow(*key))
             self._rows[key] = replace(row, **{name: getattr(row, name) + value for name, value in more.items()})
+
+
+def _counted(done: Speculation, tokens: int) -> dict[str, float]:
+    """What speculation did for a call that wrote so many tokens, by fields of a row."""
+    return {
+        "verified_tokens": tokens if done.forwards else 0,
+        "verify_steps": done.forwards,
+        "rounds": done.steps - done.forwards,
+        "drafted": done.drafted,
+        "accepted": done.accepted,
+        "delegated_tokens": done.kept_tokens.get("small", 0) if isinstance(done, StepSpeculation) else 0,
+        "estimated_seconds_saved": done.estimated_seconds_saved,
+    }

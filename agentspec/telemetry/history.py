@@ -69,7 +69,7 @@ class Reading:
 
 
 def figures(before: Reading, after: Reading) -> dict[str, Any]:
-    """What went on between two readings: rates are per second, and None where nothing happened to take them from.
+    """What went on in the `seconds` between two readings: rates are per second, ratios None where nothing happened.
 
     Tokens are counted when their answer ends. `tokens_per_step` is that of models that report their forwards;
     `acceptance` is the share of drafted tokens that were kept, by source in the engines of this process, and under
@@ -90,6 +90,7 @@ def figures(before: Reading, after: Reading) -> dict[str, Any]:
     drafted, kept = grown("engine_draft_tokens_total"), grown("engine_accepted_tokens_total")
     return {
         "at": after.at,
+        "seconds": seconds,
         "requests": answered.total() / seconds,
         "failed": sum(count for (_, outcome), count in answered.items() if outcome == "server_error") / seconds,
         "tokens": tokens.total() / seconds,

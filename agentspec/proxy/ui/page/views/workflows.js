@@ -23,8 +23,8 @@ export async function show(main, { session, signal }) {
     explained("Saved, estimated", SAVED), explained("Delegated", DELEGATED), explained("Early tools", EARLY),
   ];
   const cells = (row) => [
-    ...(several ? [row.tenant] : []),
-    named(row, session), row.step ?? "–", count(row.calls), count(row.failed_calls), seconds(row.model_seconds),
+    ...(several ? [h("bdi", {}, row.tenant)] : []),
+    named(row, session), h("bdi", {}, row.step ?? "–"), count(row.calls), count(row.failed_calls), seconds(row.model_seconds),
     count(row.prompt_tokens), count(row.completion_tokens),
     row.verify_steps ? (row.verified_tokens / row.verify_steps).toFixed(2) : "–",
     row.estimated_seconds_saved ? `${row.estimated_seconds_saved.toFixed(1)} s` : "–",
@@ -45,7 +45,8 @@ export async function show(main, { session, signal }) {
 
 // The workflow's name, which leads to its runs where they are kept.
 function named(row, session) {
-  const name = row.workflow ?? "–";
-  if (!session.keeps_runs || row.workflow === null) return name;
-  return h("a", { href: `#/runs/?${new URLSearchParams({ workflow: row.workflow, step: row.step ?? "" })}` }, name);
+  const name = h("bdi", {}, row.workflow ?? "–");
+  if (!session.keeps_runs || !session.uses_models || row.workflow === null) return name;
+  const chosen = new URLSearchParams({ workflow: row.workflow, step: row.step ?? "" });
+  return h("a", { href: `#/runs/?${encodeURIComponent(chosen)}` }, name);
 }
