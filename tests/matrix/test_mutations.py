@@ -119,7 +119,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     ),
     "error of a stream not counted": (
         f"{PROXY}.answer:RequestAnswer.interrupt",
-        "self.fail(outcome(error), error.code if isinstance(error, AgentSpecError) else type(error).__name__)",
+        "self.fail(outcome(error), error_response(error).code)",
         "pass",
         {"backend": "scripted", "ending": "cut", "stream": True},
     ),
