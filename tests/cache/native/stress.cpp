@@ -325,7 +325,6 @@ std::uint64_t digest(const Snapshot& seen) {
     for (const auto& run : *seen.runs) {
         for (const RunPart& part : run->parts()) std::for_each(part.positions().begin(), part.positions().end(), add);
     }
-    std::for_each(seen.newest().begin(), seen.newest().end(), add);
     return sum;
 }
 
