@@ -34,7 +34,9 @@ def cache_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
         """Delete as `agentspec cache forget` does, and answer how many sequences went."""
         runtime, tenant = services.ready(), visible_tenant(request)
         asked = _Forgetting.parse(parse_object(await read_body(request.headers, request.receive, MOST_BYTES)))
-        chosen = asked.given("session", "tenant", "older_than") | ({} if tenant is None else {"tenant": tenant})
+        chosen: dict[str, Any] = asked.given("session", "tenant", "older_than") | (
+            {} if tenant is None else {"tenant": tenant}
+        )
         forgotten = await anyio.to_thread.run_sync(lambda: runtime.cache.forget(**chosen))
         pending = await anyio.to_thread.run_sync(lambda: runtime.cache.stats().erasure_pending)
         return json_response({"forgotten": forgotten, "erasure_pending": pending})
