@@ -149,8 +149,8 @@ MUTATIONS: dict[str, tuple[str, str, str, Where]] = {
     ),
     "response read by anyone": (
         "agentspec.cache.response_store:ResponseStore._mine",
-        "responses.c.tenant == tenant",
-        "responses.c.tenant != ''",
+        "self._table.c.tenant == tenant",
+        "self._table.c.tenant != ''",
         {"api": "responses", "keyed": True},
     ),
     "thoughts dropped from whole answers": (
