@@ -264,7 +264,7 @@ async def _send_stream(
         if not inspector.finished:
             raise UpstreamError("the upstream ended the answer before it was finished")
     except AgentSpecError as error:
-        rest = b""
+        rest = _redacted(splitter.rest(), response, inspector) if inspector.done else b""
         if not (inspector.done or inspector.error):
             answer.interrupt(error)
             rest = splitter.separator() + inspector.failure(error_response(error, answer.request_id), answer.request_id)
