@@ -179,7 +179,9 @@ def test_a_tenant_sees_and_forgets_its_own_alone(engine: Any) -> None:
     assert holdings(url, "alpha") == {"alpha": 2} and holdings(url, "beta") == {"beta": 2}
     assert forget(url, "alpha", tenant="beta", session="s1").json()["forgotten"] == 1, "of its own"
     assert holdings(url, "watch") == {"alpha": 1, "beta": 2}
-    assert forget(url, "alpha", older_than="0s").json() == {"forgotten": 1, "erasure_pending": False}
+    answered = forget(url, "alpha", older_than="0s").json()
+    assert answered.pop("erasure_pending") in (True, False), "its bytes go once no reader holds them"
+    assert answered == {"forgotten": 1}
     assert holdings(url, "watch") == {"beta": 2}
     assert forget(url, "watch", tenant="beta", session="s2").json()["forgotten"] == 1
     for wrong in ({}, {"older_than": "soon"}, {"sesion": "s1"}, {"session": 1}):
