@@ -35,6 +35,11 @@ class MeasuredSpeculation(Speculation):
     most: int = 0
     detailed: bool = False
 
+    @classmethod
+    def of(cls, done: Speculation, drafts: Sequence[tuple[int, int]], most: int, detailed: bool) -> MeasuredSpeculation:
+        counts = done.drafted, done.accepted, done.steps, done.estimated_seconds_saved
+        return cls(*counts, drafts=tuple(drafts), most=most, detailed=detailed)
+
     def metrics(self) -> dict[str, Any]:
         """vLLM's `metrics.speculative_decoding`: what `--per-request-spec-decode-metrics` adds to answers (vLLM 0.29).
 

@@ -17,10 +17,10 @@ from agentspec.protocol.speculation import StepSpeculation
 from agentspec.proxy.auth import Identity
 from agentspec.proxy.errors import error_response, log_unexpected, outcome
 from agentspec.proxy.logs import logger
-from agentspec.step.statistics import StepStatistics
+from agentspec.step.statistics import Key, StepStatistics
 from agentspec.telemetry.gen_ai import CAPTURED_BYTES, end_request
 from agentspec.telemetry.metrics import Metrics
-from agentspec.types import Delta, Labels, Speculation, Usage
+from agentspec.types import Delta, Speculation, Usage
 
 if TYPE_CHECKING:
     from agentspec.backends.pool.pool import Attempt
@@ -48,9 +48,9 @@ class RequestAnswer:
     a client's Authorization header is for it. `anthropic`: the route is of Anthropic's API, and so are its errors.
     `response_headers` are added by the backend, `limit_headers` say where the key stands. `attempt` is the server of a
     pool that answers or failed last; only operators see its name. `queued` are the seconds until it got a slot,
-    `rejected` the limit that refused it, or "overloaded". `labels` are those of a request that generates,
-    `early_tools` what its agent counted. `correct_charge` is called once with the finished answer; `watch` sees each
-    message before it is sent. `span` is that of the request, `sent` its answer's body, for a span that may hold texts.
+    `rejected` the limit that refused it, or "overloaded". `step` are the workflow and step that a request names which
+    generates, `early_tools` what its agent counted. `correct_charge` is called once with the finished answer; `watch`
+    sees each message before it is sent. `span` is that of the request, `sent` its answer's body for a span with texts.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class RequestAnswer:
     large_body: bool = False  # of the request: 100 kB or more, or of unknown length
     key: Identity | None = None
     model: str | None = None
-    labels: Labels | None = None
+    step: Key | None = None
     early_tools: int = 0
     status: int = 0
     outcome: str = "ok"
@@ -219,10 +219,9 @@ class RequestAnswer:
         if (done := self.speculation) is not None:
             failed = done.degraded if isinstance(done, StepSpeculation) else ()
             metrics.speculation(self.model, done, failed)
-        if (labels := self.labels) is not None:
-            key, counts = (labels.workflow, labels.step), steps.setdefault(self.tenant, StepStatistics())
+        if self.step is not None:
             more = {"failed_calls": self.outcome != "ok", "early_tools": self.early_tools}
-            counts.add_call(key, usage, done, self.seconds, **more)
+            steps.setdefault(self.tenant, StepStatistics()).add_call(self.step, usage, done, self.seconds, **more)
         if self.span is not None:
             end_request(self.span, self)
         level = logging.WARNING if self.outcome == "server_error" else logging.INFO

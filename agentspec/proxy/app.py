@@ -41,6 +41,7 @@ from agentspec.proxy.ui.routes import page_files, page_routes
 from agentspec.proxy.ui.runs import Runs
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.telemetry import tracing
 
 QUEUED = 64  # requests that may wait for a local engine, besides those that it runs
 _BELOW_V1 = ("chat/completions", "completions", "responses", "messages", "embeddings", "models")
@@ -70,6 +71,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
         runs=Runs(runtime, settings) if settings.cache.keeps_runs else None,
+        traced=tracing.traces(),
     )
     routes = [*_generating(settings, services), *_describing(pages), _stored(services)]
     if server.ui:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import contains
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,7 +48,8 @@ MAX_MODEL_NAME = 256
 @dataclass(frozen=True, slots=True)
 class Services:
     """The runtime, the limits and the stored answers of one gateway. `metering` is None without keys; with
-    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept.
+    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept;
+    `traced`: requests have spans.
     """
 
     runtime: Runtime
@@ -59,6 +61,7 @@ class Services:
     keeper: Keeper
     several_tenants: bool
     runs: Runs | None = None
+    traced: bool = False
 
     def ready(self) -> Runtime:
         if not self.runtime.ready:
@@ -77,9 +80,9 @@ class GatewayEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = RequestAnswer.of(scope)
-        if operation := OPERATIONS.get(self.path):
+        if self.services.traced and (operation := OPERATIONS.get(self.path)):
             answer.span = tracing.start(operation, kind="server", headers=Headers(scope=scope))
-        with tracing.within(answer.span):
+        with nullcontext() if answer.span is None else answer.span.current():
             await self._answer(scope, receive, answer)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: RequestAnswer) -> None:
@@ -102,7 +105,8 @@ class GatewayEndpoint:
                 context = RequestContext.of(
                     scope, headers, body.fields, answer, self.path, deadline, route, policy, cached
                 )
-                answer.labels = context.labels if self.generates else None
+                if self.generates and (context.labels.workflow or context.labels.step):
+                    answer.step = (context.labels.workflow, context.labels.step)
                 answer.early_tools = read_early_tools(headers)
                 if answer.span is not None and describe(answer.span, body.fields, context, answer.model):
                     answer.sent = bytearray()

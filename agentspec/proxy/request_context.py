@@ -149,7 +149,9 @@ def upstream_headers(scope: Scope, answer: RequestAnswer, labels: Labels) -> dic
     check_query(scope)
     given = Headers(scope=scope)
     headers = {name: given[name] if name.startswith(PREFIX) else ", ".join(given.getlist(name)) for name in given}
-    headers |= label_headers(labels) | {"x-request-id": answer.request_id} | trace_headers()
+    headers |= label_headers(labels) | {"x-request-id": answer.request_id}
+    if answer.span is not None:
+        headers |= trace_headers()
     if answer.has_gateway_key:
         headers = {name: value for name, value in headers.items() if name not in _KEYS}
     return headers

@@ -145,20 +145,25 @@ def choices_of(body: bytes) -> list[tuple[str, str]]:
     """The text of each choice in an answer of any API as it was sent, whole or as events, and why it ended."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
-    events = [body]
-    if not body.lstrip().startswith(b"{"):
-        with suppress(UpstreamError):
-            events = [data.encode() for data in SseDecoder().feed(body)]
-    for event in map(object_in, events):
-        for index, text, reason in _pieces(event):
+    for event in events_of(body):
+        for index, text, reason in pieces_of(event):
             texts[index] = texts.get(index, "") + (text if isinstance(text, str) else "")
             if isinstance(reason, str):
                 reasons[index] = reason
     return [(text, reasons.get(index, "unknown")) for index, text in sorted(texts.items())]
 
 
-def _pieces(event: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any]]:
-    """Of an event or a whole answer: the number of a choice, a piece of its text, and why it ended."""
+def events_of(body: bytes) -> list[dict[str, Any]]:
+    """The JSON objects in an answer as it was sent: the answer itself, or the events of a stream."""
+    if body.lstrip().startswith(b"{"):
+        return [object_in(body)]
+    with suppress(UpstreamError):
+        return [object_in(data) for data in SseDecoder(max_event_bytes=len(body) + 1).feed(body)]
+    return []
+
+
+def pieces_of(event: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any]]:
+    """Of an event or a whole answer of any API: the number of a choice, a piece of its text, and why it ended."""
     for choice in _objects(event.get("choices")):
         message = choice.get("delta") or choice.get("message")
         text = message.get("content") if isinstance(message, Mapping) else choice.get("text")

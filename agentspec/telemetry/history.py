@@ -62,9 +62,11 @@ class Reading:
         """The servers of pools, each with its state and its totals."""
         found = []
         for (backend, member, state), here in self.values["member_state"].items():
-            counts = {name: self.values[f"member_{name}"][backend, member] for name in ("in_flight",)}
-            counts |= {name: self.values[f"member_{name}_total"][backend, member] for name in ("calls", "failures")}
-            found += [{"backend": backend, "member": member, "state": state, **counts}] if here else []
+            if here:
+                totals = ("member_in_flight", "member_calls_total", "member_failures_total")
+                running, calls, failures = (self.values[name][backend, member] for name in totals)
+                counts = {"in_flight": running, "calls": calls, "failures": failures}
+                found.append({"backend": backend, "member": member, "state": state, **counts})
         return found
 
 

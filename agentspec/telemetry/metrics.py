@@ -39,11 +39,9 @@ class Metrics:
         self._children: dict[tuple[object, ...], Any] = {}
         model = ("model",)
         counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self._requests = counter("agentspec_requests", "Requests answered", ("route", "model", "outcome"))
-        self._duration = histogram(
-            "agentspec_request_duration_seconds", "Whole request", ("route", "model"), buckets=_SECONDS
-        )
+        self._duration = histogram("agentspec_request_duration_seconds", "Whole request", ("route", "model"))
         failed = "Requests that failed, by status and code of the error"
         self._errors = counter("agentspec_errors", failed, ("model", "status", "error"))
         self._spent = {

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,6 @@ from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.responses import Accumulator, Choice, speculation_member, usage_object
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.protocol.token_sources import source_object
-from agentspec.protocol.wire import SseDecoder, object_in
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response
 from agentspec.proxy.logs import logger
@@ -33,6 +32,7 @@ from agentspec.proxy.request_context import RequestContext
 from agentspec.proxy.ui.html import one_file
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
+from agentspec.telemetry.gen_ai import events_of, pieces_of
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
@@ -207,7 +207,6 @@ class CallWatch:
     asked: Mapping[str, Any]
     before: Callable[[Message], Awaitable[None]] | None
     _seen: bytearray = field(default_factory=bytearray)
-    _streams: bool = False
     _failed: bool = False
 
     async def __call__(self, message: Message) -> None:
@@ -215,7 +214,6 @@ class CallWatch:
             await self.before(message)
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
-            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self._failed = message["status"] >= 400 or b"content-encoding" in headers
             return
         self._seen += message.get("body", b"")[: MOST_FOLLOWED - len(self._seen)]
@@ -224,25 +222,8 @@ class CallWatch:
 
     def _read(self) -> Accumulator:
         kept = Accumulator()
-        for event in _events(bytes(self._seen), self._streams):
+        for event in events_of(bytes(self._seen)):
             with suppress(AgentSpecError, LookupError, TypeError, AttributeError):
-                kept.add(to_delta(event) if "choices" in event else Delta(text=_text(event)))
+                texts = "".join(text for _, text, _ in pieces_of(event) if isinstance(text, str))
+                kept.add(to_delta(event) if "choices" in event else Delta(text=texts))
         return kept
-
-
-def _events(data: bytes, streams: bool) -> Iterator[dict[str, Any]]:
-    if not streams:
-        yield object_in(data)
-        return
-    with suppress(AgentSpecError):
-        for text in SseDecoder(max_event_bytes=MOST_FOLLOWED).feed(data):
-            yield object_in(text)
-
-
-def _text(event: Mapping[str, Any]) -> str:
-    """The text in an event, or a whole answer, of the Messages or the Responses API."""
-    if event.get("type") in ("content_block_delta", "response.output_text.delta"):
-        delta = event["delta"]
-        return str(delta if isinstance(delta, str) else delta.get("text", ""))
-    items = [*(event.get("content") or ()), *(part for one in event.get("output") or () for part in one["content"])]
-    return "".join(str(part.get("text", "")) for part in items)

@@ -325,9 +325,8 @@ class Sequence:
             return self._substitutes.labelled(done)
         if done is None or context.spec_decode_metrics == "none":
             return done
-        counts = done.drafted, done.accepted, done.steps, done.estimated_seconds_saved
         detailed = context.spec_decode_metrics == "detailed"
-        return MeasuredSpeculation(*counts, tuple(self._speculator.drafts), context.max_draft_tokens, detailed)
+        return MeasuredSpeculation.of(done, self._speculator.drafts, context.max_draft_tokens, detailed)
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
         sampling = self.request.sampling

@@ -35,7 +35,7 @@ export async function show(main, { session, signal }) {
     h("h1", {}, title),
     rows.length
       ? h("section", { class: "panel" }, table(headings, rows.map(cells), "The longest first"))
-      : h("p", { class: "panel" }, "No request yet."),
+      : h("p", { class: "panel" }, "No request has named a workflow or a step."),
     h("p", { class: "muted" }, "Requests name their workflow and step by ",
       h("code", {}, "@step"), ", ", h("code", {}, "AgentSpecMiddleware"), " or the headers ",
       h("code", {}, "x-agentspec-workflow"), " and ", h("code", {}, "x-agentspec-step"), "."),
