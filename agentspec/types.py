@@ -97,22 +97,6 @@ class Source:
     NAMES = ("session", "shared", "prediction", "model", "grammar")
 
 
-@dataclass(frozen=True, slots=True)
-class LossyAcceptance:
-    """A rule by which a local engine accepts tokens of its draft model that are not the large model's own draws.
-
-    Tokens at least as likely as min(`epsilon`, `delta` * exp(-entropy)) are typical (Medusa).
-    """
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """The settings that the answer depends on."""
-        return {"epsilon": self.epsilon, "delta": self.delta}
-
-
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # below this temperature, scaling would overflow before it changed anything
 
@@ -256,9 +240,9 @@ class GenerateRequest:
     that `TorchBackend.record` gets as a whole.
     `thinking_budget` is the most tokens of thoughts; local models and delegating strategies can keep to it.
     `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
-    target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. `acceptance` makes the
-    answers of a local model lossy; only the operator's settings set it. With `prefill_next` off nothing is read ahead
-    after the answer. `early_tools` is a count for a gateway's report; `token_sources` asks where each token came from.
+    target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. With `prefill_next` off
+    nothing is read ahead after the answer. `early_tools` is a count for a gateway's report; `token_sources` asks where
+    each token came from.
     """
 
     model: str
@@ -287,7 +271,6 @@ class GenerateRequest:
     strategy: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
-    acceptance: LossyAcceptance | None = None
     prefill_next: bool = True
     early_tools: int = 0
     token_sources: bool = False

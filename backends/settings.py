@@ -47,13 +47,6 @@ class TorchSettings(SettingsModel):
         description="vLLM's `metrics.speculative_decoding` in answers to one choice; `detailed`: by step",
     )
 
-    def require_draft_model(self) -> None:
-        """Raises `ConfigurationError` without a draft model that drafts: lossy rules accept its tokens."""
-        if self.draft_model is None:
-            raise ConfigurationError("a lossy rule accepts the tokens of a draft model: set draft_model of the backend")
-        if not self.max_draft_tokens:
-            raise ConfigurationError("a lossy rule needs drafts: max_draft_tokens of the backend must be above 0")
-
 
 class OpenAISettings(SettingsModel):
     """`[backends.NAME] kind = "openai"`: any OpenAI-compatible endpoint."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, HttpUrl, PrivateAttr, SecretStr
 
 from agentspec.settings_model import SettingsModel
-from agentspec.types import LossyAcceptance
 
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
@@ -167,32 +166,6 @@ class KnnLmSettings(StrategySettings):
     )
 
 
-class LossyAcceptanceSettings(StrategySettings):
-    """`[models.NAME] strategy = "lossy_acceptance"`: a local model that also accepts tokens of its draft model which it
-    would not have drawn but finds typical (Medusa, arXiv 2401.10774).
-    """
-
-    implementation = "agentspec.reasoning.lossy_acceptance:LossyAcceptanceBackend"
-    strategy: Literal["lossy_acceptance"] = "lossy_acceptance"
-    tenants: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        min_length=1, description='Tenants that may get lossy answers; all others get exact ones. ["*"] means all'
-    )
-    epsilon: float = Field(default=0.09, gt=0, lt=1, description="A probability that is always enough")
-
-    @property
-    def acceptance(self) -> LossyAcceptance:
-        """The rule. Where the model is unsure, less than `epsilon` is enough: sqrt(epsilon) * exp(-entropy)."""
-        return LossyAcceptance(self.epsilon, self.epsilon**0.5)
-
-    @property
-    def answer_settings(self) -> dict[str, Any]:
-        return self.acceptance.knobs
-
-    def admits(self, tenant: str) -> bool:
-        """Whether answers to `tenant` may be lossy."""
-        return "*" in self.tenants or tenant in self.tenants
-
-
 class IndexSettings(SettingsModel):
     """`[knowledge.NAME] kind = "index"`: a folder that `agentspec kb build` made."""
 
@@ -226,6 +199,5 @@ STRATEGIES: dict[str, type[StrategySettings]] = {
         LookaheadSettings,
         RaLMSpecSettings,
         KnnLmSettings,
-        LossyAcceptanceSettings,
     )
 }

@@ -52,7 +52,7 @@ INNER = frozenset(
     backends.torch.model.graphs.attention backends.torch.model.graphs.attention_triton
     backends.torch.model.graphs.recording backends.torch.model.graphs.step_table
     backends.torch.model.kv_cache backends.torch.model.layers backends.torch.model.norm_triton
-    backends.torch.model.replacements backends.torch.model.target backends.torch.sampling.acceptance
+    backends.torch.model.replacements backends.torch.model.target
     backends.torch.sampling.constraints backends.torch.sampling.distribution backends.torch.sampling.sampler
     backends.torch.stepwise backends.torch.text.chat_template backends.torch.text.model_text
     backends.torch.text.structured_output backends.torch.text.tokenizer backends.torch.text.tool_parser
@@ -63,7 +63,7 @@ INNER = frozenset(
     protocol.headers protocol.messages protocol.openai_responses.events protocol.openai_responses.request
     protocol.requests protocol.responses protocol.speculation protocol.tools protocol.validation protocol.wire
     proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
-    proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps reasoning.lossy_acceptance
+    proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
     reasoning.evaluation reasoning.grading reasoning.retrieval.datastore recordings.redaction speculation.cost
     speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape text tools.history
     tools.model

@@ -13,18 +13,6 @@ from agentspec.types import Speculation, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class LossyAcceptanceSpeculation(Speculation):
-    """What speculation with a `LossyAcceptance` did for one answer: of its tokens, `substituted` were drafted and
-    accepted in place of what the model would have drawn there.
-    """
-
-    lossy: bool = True
-    strategy: str = "lossy_acceptance"
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    substituted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredSpeculation(Speculation):
     """What speculation did for one answer, draft by draft: `drafts` has the tokens of each, and those accepted.
 
@@ -131,7 +119,7 @@ class RetrievalSpeculation(Speculation):
 
 _JSON_TYPES: dict[str, Any] = {"bool": bool, "str": str, "tuple": list, "Mapping": Mapping}  # all others are numbers
 _MOST = 2**53  # every JSON parser keeps integers exact up to here
-_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation, LossyAcceptanceSpeculation)
+_KINDS = (StepSpeculation, RetrievalSpeculation, KnnSpeculation)
 
 
 def read_speculation(value: Mapping[str, Any]) -> Speculation | None:

@@ -12,9 +12,8 @@ class EngineSample:
 
     `draft_lengths` maps a number of accepted tokens to the drafts of which so many were; `forwards` maps a number of
     answers to the number of forwards that they shared; `rows` counts reserved KV slots, `draft_failures` the
-    answers that went on without drafts because their drafter failed, `substituted` the tokens that a lossy rule
-    accepted in place of the model's own. `prefills` counts the prompts read ahead that were "launched" and "used", and
-    the "tokens" computed for them.
+    answers that went on without drafts because their drafter failed. `prefills` counts the prompts read ahead that
+    were "launched" and "used", and the "tokens" computed for them.
     """
 
     backend: str
@@ -25,7 +24,6 @@ class EngineSample:
     forwards: Mapping[int, int]
     rows: int
     draft_failures: int = 0
-    substituted: int = 0
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
     model: str = ""
     prefills: Mapping[str, int] = field(default_factory=dict)

@@ -44,7 +44,6 @@ ENGINE: tuple[Family[EngineSample], ...] = (
         lambda one: sum(size * count for size, count in one.forwards.items()),
     ),
     Family("agentspec_engine_draft_failures", "Answers whose drafter failed", lambda one: one.draft_failures),
-    Family("agentspec_engine_lossy_tokens", "Tokens that a lossy rule accepted", lambda one: one.substituted),
     Family(
         "agentspec_engine_prefills",
         "Prompts read before they came, by outcome",

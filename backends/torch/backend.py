@@ -307,7 +307,6 @@ class TorchBackend(ModelTokens):
             forwards=stats.batch_sizes,
             rows=stats.kv_rows,
             draft_failures=stats.draft_failures,
-            substituted=stats.substituted,
             draft_lengths=stats.draft_lengths,
             prefills=stats.prefills,
         )

@@ -16,7 +16,6 @@ from agentspec.protocol.requests import AnswerFormat
 from agentspec.protocol.responses import Accumulator, ChatWriter, speculation_member, usage_object
 from agentspec.protocol.speculation import (
     KnnSpeculation,
-    LossyAcceptanceSpeculation,
     RetrievalSpeculation,
     StepSpeculation,
     read_speculation,
@@ -246,12 +245,10 @@ def test_speculation_is_read_as_the_class_it_was(speculation: Speculation) -> No
 
 def test_the_sum_of_several_answers_has_their_class() -> None:
     assert summed([]) is None
-    lossy = LossyAcceptanceSpeculation(4, 2, 3, 0.5, knobs={"rule": "typical", "epsilon": 0.5}, substituted=1)
-    assert summed([lossy, lossy]) == replace(
-        lossy, drafted=8, accepted=4, steps=6, estimated_seconds_saved=1.0, substituted=2
-    )
-    assert summed([Speculation(1, 1, 1, 0.5), lossy]) == replace(
-        lossy, drafted=5, accepted=3, steps=4, estimated_seconds_saved=1.0
+    knn = KnnSpeculation(4, 2, 3, 0.5, wrong=1)
+    assert summed([knn, knn]) == replace(knn, drafted=8, accepted=4, steps=6, estimated_seconds_saved=1.0, wrong=2)
+    assert summed([Speculation(1, 1, 1, 0.5), knn]) == replace(
+        knn, drafted=5, accepted=3, steps=4, estimated_seconds_saved=1.0
     )
     read = RetrievalSpeculation(4, 2, 3, knowledge="docs", queries=2, hit_rate=0.5, strides=(3,), seconds={"read": 1.0})
     other = replace(read, hit_rate=1.0, strides=(1, 0), seconds={"read": 0.5, "wait": 1.0})

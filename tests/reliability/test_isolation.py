@@ -480,12 +480,10 @@ def test_i8_a_flood_evicts_its_own_entries_only(tokens: int, share: int | None) 
 # I10: lossy modes.
 
 LOSSY = {name: kind for name, kind in STRATEGIES.items() if kind.lossy}
-DELEGATING = {name: kind for name, kind in LOSSY.items() if "small" in kind.model_fields}
 
 
-@pytest.mark.parametrize("name", DELEGATING)
+@pytest.mark.parametrize("name", LOSSY)
 def test_i10_a_lossy_answer_says_so(gateway: Any, name: str) -> None:
-    assert LOSSY.keys() == {*DELEGATING, "lossy_acceptance"}  # which has a test of its own
     model = ThinkingModel(lambda thinking: "step. Answer: 4\n</think>")
     strategy = LOSSY[name](base="large", small="tiny")  # type: ignore[call-arg]
     backends: dict[str, Any] = {each: TorchSettings(model=each) for each in ("large", "tiny")}

@@ -20,7 +20,6 @@ from agentspec.backends.torch.engine.token_origins import TokenOrigins
 from agentspec.backends.torch.model.device import to_device
 from agentspec.backends.torch.model.kv_cache import SequenceCache
 from agentspec.backends.torch.model.target import TargetModel
-from agentspec.backends.torch.sampling.acceptance import Substitutes
 from agentspec.backends.torch.sampling.constraints import Constraints, ConstraintSpec
 from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.backends.torch.sampling.sampler import Sampler
@@ -206,8 +205,6 @@ class Sequence:
         self._prompt_due = request.original.return_prompt
         self._origins = TokenOrigins(context.tokenizer.spell) if request.original.token_sources else None
         self._answer.pieces = None if self._origins is None else self._origins.pieces
-        rule = None if self._drafter is None else request.original.acceptance
-        self._substitutes = None if rule is None else Substitutes.of(rule, self.sampler)
         self._logits = torch.empty(0)
         self._drawn_from: list[int] = []  # the row of logits that each token of this step was drawn from
 
@@ -269,8 +266,6 @@ class Sequence:
     def begin(self, draft: Proposal, logits: Tensor) -> None:
         """Take the logits of a step: row 0 follows the last token read, row i + 1 follows draft node i."""
         self._logits, self._drawn_from = logits, []
-        if self._substitutes is not None:
-            self._substitutes.begin(draft.tokens, draft.sources)
         self.sampler.begin(logits, draft.tokens, draft.parents)
 
     def commit(self, num_tokens: int, draft: Proposal, cost: StepEstimate) -> Delta:
@@ -278,13 +273,12 @@ class Sequence:
         return the delta they add.
         """
         committed = len(self.tokens)
-        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit, self._substitutes)
+        path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
         self.kv_cache.commit(num_tokens, path)
         fresh = self.tokens[committed:]
         if self._latency is not None:
             self._latency.begin(perf_counter())
-        taken = () if self._substitutes is None else self._substitutes.taken
-        self._speculator.observe(draft, path, cost, substituted=taken)
+        self._speculator.observe(draft, path, cost)
         self._session.extend(fresh)
         delta = self._delta(fresh)
         return delta if self._origins is None else self._origins.traced(delta, draft, path)
@@ -321,8 +315,6 @@ class Sequence:
 
     def _speculation(self) -> Speculation | None:
         done, context = self._speculator.speculation, self._context
-        if done is not None and self._substitutes is not None:
-            return self._substitutes.labelled(done)
         if done is None or context.spec_decode_metrics == "none":
             return done
         detailed = context.spec_decode_metrics == "detailed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from traceback import clear_frames
@@ -13,7 +13,6 @@ import numpy as np
 from agentspec.backends.torch.drafters.base import Drafter
 from agentspec.backends.torch.engine.stats import Counters
 from agentspec.backends.torch.model.device import is_device_error
-from agentspec.backends.torch.sampling.acceptance import Substitutes
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import DEFAULT_TENANT, Draft, Speculation
@@ -101,16 +100,9 @@ class Speculator:
         seconds, weighed = perf_counter() - started, self._drafter.seconds_weighed
         return replace(legal, acceptance=acceptance, seconds=seconds, weighed=weighed, asked=True)
 
-    def observe(
-        self, proposal: Proposal, path: Sequence[int], cost: StepEstimate, *, substituted: Collection[int] = ()
-    ) -> None:
-        """Learn from a finished step in which the nodes in `path` of the proposal were accepted.
-
-        The governor learns what is true of exact answers, where the path ends before the first node that was
-        `substituted` for the model's own draw.
-        """
-        exact = next((place for place, node in enumerate(path) if node in substituted), len(path))
-        hit = set(path[:exact])
+    def observe(self, proposal: Proposal, path: Sequence[int], cost: StepEstimate) -> None:
+        """Learn from a finished step in which the nodes in `path` of the proposal were accepted."""
+        hit = set(path)
         accepted = [node in hit for node in range(len(proposal))]
         self._governor.observe(proposal.probabilities, proposal.sources, accepted, self._stats)
         if proposal.asked:
@@ -126,7 +118,6 @@ class Speculator:
             counters.draft_lengths[len(path)] += 1
         counters.drafted.update(proposal.sources)
         counters.accepted.update(proposal.sources[node] for node in path)
-        counters.substituted += len(substituted)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
@@ -195,15 +186,14 @@ def accept_path(
     parents: Sequence[int],
     choose: Callable[[int], int],
     emit: Callable[[int, int], bool],
-    substitutes: Substitutes | None = None,
 ) -> list[int]:
     """Follow a verified draft tree from its root and return the accepted nodes, root to leaf.
 
     `choose(row)` draws the next token from the target's processed distribution after that row: row 0 follows the
     context, row i + 1 follows node i. `emit(token, row)` commits the token and returns whether the text ends with it;
-    nothing is drawn after that. Without `substitutes` every emitted token is the target's own draw; the draft only
-    decides whether the row for the next draw has already been computed. This is exact for any tree (SpecInfer, Miao et
-    al. 2024, section 4.3, with draws coupled by position instead of residuals).
+    nothing is drawn after that. Every emitted token is the target's own draw; the draft only decides whether the row
+    for the next draw has already been computed. This is exact for any tree (SpecInfer, Miao et al. 2024, section 4.3,
+    with draws coupled by position instead of residuals).
     """
     children: dict[int, dict[int, int]] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -211,13 +201,10 @@ def accept_path(
     path: list[int] = []
     node = -1
     while True:
-        row, drafted = node + 1, children.get(node, {})
+        row = node + 1
         token = choose(row)
         # A drafted token is accepted if it is the target's own draw: only then do its logits belong to this text.
-        child = drafted.get(token)
-        if child is None and substitutes is not None and drafted:
-            child = substitutes.choose(row, list(drafted.values()))
-            token = token if child is None else tokens[child]
+        child = children.get(node, {}).get(token)
         if emit(token, row) or child is None:
             return path
         path.append(child)

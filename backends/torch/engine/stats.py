@@ -21,9 +21,8 @@ class Counters:
 
     `steps` counts the steps in which an answer drew tokens; `batch_sizes` counts forwards by their number of answers.
     `drafted` and `accepted` count tokens by their `Source`, `draft_lengths` drafts by how many of their tokens
-    were accepted, `draft_failures` answers whose drafter failed, and `substituted` drafted tokens that a lossy rule
-    accepted in place of the model's own. `prefills` counts prompts read ahead (launched), those that a request used,
-    and the tokens computed for them.
+    were accepted, `draft_failures` answers whose drafter failed. `prefills` counts prompts read ahead (launched),
+    those that a request used, and the tokens computed for them.
     """
 
     requests: int = 0
@@ -36,7 +35,6 @@ class Counters:
     draft_lengths: Counter[int] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     draft_failures: int = 0
-    substituted: int = 0
     prefills: Counter[str] = field(default_factory=lambda: Counter(launched=0, used=0, tokens=0))
 
 

@@ -93,13 +93,6 @@ class Sampler:
             return self.drawn[row]
         return int(self._draw(self._allowed(row)[None], [()]))
 
-    def probabilities(self, row: int) -> Tensor:
-        """The distribution [vocab] from which the token after row `row` is drawn."""
-        scores = self._scores(self._allowed(row)[None], [()])[0]
-        if self.greedy:
-            return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
-        return apply_top_k_top_p((scores / self._params.temperature)[None], self._params, may_sync=True)[0].softmax(-1)
-
     def observe(self, token: int) -> None:
         """Append `token` to the history."""
         self._position += 1
@@ -113,16 +106,12 @@ class Sampler:
         logits = self._logits[row]
         return logits if self.constraints is None else self.constraints.apply(logits)
 
-    def may_draw(self, token: int) -> bool:
-        """Whether no constraint bars `token`."""
-        return self.constraints is None or self.constraints.allow(token)
-
     def _holds(self, token: int) -> bool:
         """Whether `token`, drawn without the constraints, would also be drawn with them. It would if it is allowed,
         since the best of all scores is then the best of the allowed ones; but not with min_p, top_k or top_p, whose
         result depends on which tokens are allowed.
         """
-        return not self._filters and self.may_draw(token)
+        return not self._filters and (self.constraints is None or self.constraints.allow(token))
 
     def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Draw one token id for each row of logits, which follows the history and then its path; returns [rows]."""
