@@ -44,7 +44,7 @@ class TorchSettings(SettingsModel):
     draft_model: str | None = Field(default=None, description="A small model that drafts; named as model is")
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
         default="none",
-        description="vLLM's `metrics.speculative_decoding` in answers to one choice; `detailed`: by step",
+        description="Add vLLM's `metrics.speculative_decoding` to answers with one choice; `detailed`: for each step",
     )
 
 
@@ -60,39 +60,39 @@ class OpenAISettings(SettingsModel):
     )
     resolve: Literal["off", "a"] = Field(
         default="off",
-        description="`a`: each address of base_url's host is a server of its own, looked up again and again",
+        description="`a`: each DNS address of base_url's host is a server; it is looked up again every 5 s",
     )
     probe: bool = Field(
         default=True,
-        description="Whether a pool looks at its /health and, of vLLM and SGLang, its metrics; false for hosted APIs",
+        description="Whether a pool reads its /health and the metrics of vLLM and SGLang; false for hosted APIs",
     )
     model: str | None = Field(default=None, description="Model name sent upstream; unset sends the client's")
     api_key: SecretStr | None = Field(default=None, description="Set it from the environment or api_key_file only")
     api_key_file: str | None = Field(default=None, description="File holding the API key")
     read_timeout: float = Field(default=600.0, gt=0, description="Seconds without a byte from the upstream")
     server_kind: Literal["auto", "vllm", "sglang", "other"] = Field(
-        default="auto", description="What it is; auto recognises vLLM and SGLang by asking"
+        default="auto", description="The server's software; auto recognises vLLM and SGLang"
     )
     allow_fields: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(
         default=(),
-        description="Fields, types of tools and names in chat_template_kwargs to pass on besides those of the list",
+        description="Fields, types of tools and names in chat_template_kwargs to forward besides the allowed ones",
     )
     allow_media_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = Field(
         default=(), description="Hosts (with :port, if unusual) of images and other media that messages may link to"
     )
     shared_upstream: bool = Field(
         default=False,
-        description="Let all tenants share what this upstream caches: their requests then carry no salt of their own."
-        " Needed with several tenants in front of an upstream that is neither vLLM nor SGLang",
+        description="Let all tenants share the upstream's prefix cache: requests have no salt. Needed with several"
+        " tenants if the upstream is neither vLLM nor SGLang",
     )
     system_messages: Literal["anywhere", "first"] = Field(
         default="anywhere",
-        description="`first`: it refuses system messages behind others, so that later ones get the role user in place",
+        description="`first`: the upstream accepts a system message only as the first; later ones get the role user",
     )
     priority: Literal["off", "auto", "lowest_first", "highest_first"] = Field(
         default="off",
-        description="Which `priority` it serves first, so that clients may send one (0: first); auto: its kind's."
-        " Only for servers that schedule by priority: vLLM refuses it otherwise",
+        description="Let clients send `priority` (0: first) to a server that schedules by it: which value the server"
+        " serves first; auto: by its software",
     )
 
     @property
@@ -139,8 +139,10 @@ class FleetSettings(SettingsModel):
     """`[fleet]`: how the servers of pools are watched, and when a call is tried again."""
 
     failures: int = Field(default=5, ge=1, description="Failures that open a server's circuit breaker")
-    open_seconds: float = Field(default=10.0, gt=0, description="Seconds without calls then, before a single trial")
-    max_retries: int = Field(default=2, ge=0, le=10, description="Further tries of a call of which nothing came back")
+    open_seconds: float = Field(
+        default=10.0, gt=0, description="Seconds before an open circuit breaker allows one trial"
+    )
+    max_retries: int = Field(default=2, ge=0, le=10, description="Retries of a call whose answer has not begun")
 
 
 @dataclass(frozen=True, slots=True)

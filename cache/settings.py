@@ -81,7 +81,7 @@ class CacheSettings(SettingsModel):
         description="Store prompts, outputs and their key/value rows; false stores nothing after a request ends",
     )
     retention: Seconds | None = Field(
-        default=None, ge=0, description='Forget what is older: seconds, or text such as `"30d"`; unset: nothing'
+        default=None, ge=0, description='Delete outputs that are older: seconds, or text such as `"30d"`; unset: none'
     )
     refuse_patterns: tuple[str, ...] = Field(
         default=(), description="Regular expressions; an output with text that matches one is neither stored nor shared"
@@ -89,16 +89,16 @@ class CacheSettings(SettingsModel):
     responses_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         gt=0,
-        description="Most that stored answers of /v1/responses may take, and a quarter of disk_bytes at most",
+        description="Size of the stored answers of /v1/responses; at most a quarter of disk_bytes",
     )
     runs_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="Keep what calls were asked and answered, with the source of each token, for their tenant to see on"
-        " the page /ui: most that they may take, and a quarter of disk_bytes at most; unset: nothing is kept",
+        description="Size of kept runs: prompts and answers with the source of each token, for their tenant on the page"
+        " /ui; at most a quarter of disk_bytes. Unset: no runs are kept",
     )
     runs_retention: Seconds = Field(
-        default=7 * 86400.0, gt=0, description="Keep no call for longer, nor for longer than `retention`"
+        default=7 * 86400.0, gt=0, description="Delete kept runs that are older than this, or than `retention`"
     )
 
     @property

@@ -120,7 +120,7 @@ WHAT_TO_DO = {
     "upstream_unreachable": "Start the upstream, or correct `base_url`; `agentspec doctor` tries it.",
 }
 _OTHER_CODES = {  # without a class of their own
-    "internal_error": (500, "an error that nobody foresaw"),
+    "internal_error": (500, "an unexpected error"),
     "method_not_allowed": (405, "the route does not take this method"),
     "http_error": (None, "a request that no route can read"),
     "response_not_found": (404, "no stored response has this id"),

@@ -55,11 +55,13 @@ class DelegationSettings(StrategySettings):
     """`module:function` that runs the thinking."""
 
     small: str = Field(description="The small model, likewise")
-    think_start: str = Field(default="<think>\n", description="Opens the thinking, unless the prompt ends with it")
-    think_end: str = Field(default="</think>", description="The mark with which a model closes its thinking")
+    think_start: str = Field(
+        default="<think>\n", description="Text that begins the thinking, unless the prompt ends with it"
+    )
+    think_end: str = Field(default="</think>", description="Text that ends the thinking")
     step_tokens: int = Field(default=512, ge=1, description="Most tokens of one step")
-    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of thinking that stay")
-    call_timeout: float = Field(default=120.0, gt=0, description="Seconds that a step or a verdict of a model may take")
+    budget_tokens: int = Field(default=32768, ge=1, description="Most tokens of the thinking")
+    call_timeout: float = Field(default=120.0, gt=0, description="Seconds that a call of a model may take")
 
     answer_marks: ClassVar[tuple[str, ...]] = ()
     """A step that holds one of these is the last."""
@@ -95,7 +97,9 @@ class SpecReasonSettings(DelegationSettings):
     answer_marks = ("boxed", "Answer:", "ANSWER:")
     budget_tokens: int = Field(default=8192, ge=1)
     judge: str | None = Field(default=None, description="The model that scores the steps; unset: the base model")
-    threshold: float = Field(default=7.0, ge=0, description="Score from 0 to 9 that accepts a step; above 9: none")
+    threshold: float = Field(
+        default=7.0, ge=0, description="Least score (0 to 9) of an accepted step; above 9: none is accepted"
+    )
 
     @property
     def drafts_nothing(self) -> bool:
@@ -128,7 +132,7 @@ class LookaheadSettings(DelegationSettings):
     strategy: Literal["lookahead"] = "lookahead"
     step_tokens: int = Field(default=100, ge=1)
     judge: str | None = Field(default=None, description="The model that compares steps; unset: the base model")
-    depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last one that stayed")
+    depth: int = Field(default=4, ge=0, le=16, description="Steps drafted ahead of the last accepted one")
 
     @property
     def drafts_nothing(self) -> bool:
@@ -162,7 +166,7 @@ class KnnLmSettings(StrategySettings):
     neighbours: int = Field(default=16, ge=1, le=1024, description="Nearest entries that share p_knn: k")
     weight: float = Field(default=0.25, gt=0, lt=1, description="Share of p_knn in the mixture: lambda")
     temperature: float = Field(
-        default=100.0, gt=0, description="Squared distance that makes an entry count e times less"
+        default=100.0, gt=0, description="Temperature of the softmax over negative squared distances"
     )
 
 
@@ -188,7 +192,9 @@ KnowledgeSettings = Annotated[IndexSettings | RemoteSettings, Field(discriminato
 class TraceSettings(SettingsModel):
     """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
 
-    path: Path | None = Field(default=None, description="Folder for the newest 200, which hold prompts; unset: none")
+    path: Path | None = Field(
+        default=None, description="Folder for the newest 200 traces, which hold prompts; unset: none are written"
+    )
 
 
 STRATEGIES: dict[str, type[StrategySettings]] = {

@@ -108,7 +108,7 @@ class ServerSettings(SettingsModel):
     host: str = Field(default="127.0.0.1", description="Address to listen on; loopback unless you say otherwise")
     port: int = Field(default=8700, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     api_keys: tuple[ApiKey, ...] = Field(
-        default=(), description="Keys clients must send; without any, all who reach the port may use it"
+        default=(), description="Keys that clients must send; unset: all who reach the port may use it"
     )
     max_body_bytes: ByteSize = Field(default=ByteSize(8 << 20), gt=0, description="Larger request bodies get 413")
     max_concurrent: int = Field(default=256, ge=1, description="Requests in the whole gateway; further ones wait")
@@ -121,12 +121,10 @@ class ServerSettings(SettingsModel):
     max_body_memory: ByteSize = Field(
         default=ByteSize(256 << 20),
         gt=0,
-        description="Memory for running requests' bodies and, up to half of it, for answers above 64 KiB that are sent"
-        " or stored whole; one tenant gets half. A body beyond it gets 429, an answer waits and then gets 503",
+        description="Memory for the bodies of running requests; up to half of it for answers above 64 KiB that are not"
+        " streamed, and for one tenant. Above it a body gets 429, an answer waits and then gets 503",
     )
-    max_output_tokens: int = Field(
-        default=131072, ge=1, description="Most tokens (max_tokens and its other names) asked of an upstream"
-    )
+    max_output_tokens: int = Field(default=131072, ge=1, description="Largest max_tokens of a request to an upstream")
 
     # Admission.
     queue_timeout: float = Field(
@@ -137,25 +135,25 @@ class ServerSettings(SettingsModel):
     # Connections.
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description='Names clients may send as Host besides loopback and `host`; "*.example.com" for all below, "*" for'
-        " any. Unset, any is answered with api_keys; without, web pages under other names are refused",
+        description='Host names that clients may use besides loopback and `host`; "*.example.com" for subdomains, "*"'
+        " for all. Unset: all with api_keys, no others without",
     )
     max_connections: int = Field(
-        default=4096, ge=1, description="Connections in all; fewer where the process may not open that many files"
+        default=4096, ge=1, description="Most connections; fewer if the process may not open that many files"
     )
 
     # Requests that the gateway answers itself.
     hosted_tools: Literal["refuse", "drop"] = Field(
         default="refuse",
-        description="Tools that only a hosted service has (web_search, code_interpreter, ...), for other models: 400,"
-        " or left out with what shows their calls, as the header x-agentspec-dropped then says",
+        description="Tools that run only at a hosted service (web_search, code_interpreter, ...): `refuse` answers 400"
+        " for other models, `drop` removes them and their calls, and lists them in the header x-agentspec-dropped",
     )
 
     # Upstreams.
     secret: SecretStr | None = Field(
         default=None,
-        description="Secret of the salts that keep tenants apart in upstreams, 32 characters or more, from the"
-        " environment or secret_file; unset: another at each start, with which upstreams' prefix caches begin empty",
+        description="Secret of the salts that isolate tenants at upstreams, 32 characters or more, from the environment"
+        " or secret_file; unset: a new one at each start, so that the upstreams' prefix caches begin empty",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
     extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(
