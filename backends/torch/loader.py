@@ -25,7 +25,6 @@ from agentspec.backends.torch.model.replacements import Float32Head, replace_lay
 from agentspec.backends.torch.model.self_check import SelfCheck, StructureCheck
 from agentspec.backends.torch.model.target import TargetModel, layer_windows, rotaries
 from agentspec.backends.torch.text.model_text import hashes, read_tokenizer
-from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import ConfigurationError, EngineStoppedError, ModelUnavailableError
 from agentspec.types import Namespace
 
@@ -57,17 +56,18 @@ def load(settings: TorchSettings) -> LoadedModel:
 
 
 def load_draft(settings: TorchSettings, target: LoadedModel) -> DraftModel | None:
-    """The draft model for `target`, if the settings name one; raises like `load`.
-
-    If both have the same vocabulary, it drafts in the target's token ids; else its drafts are translated through text.
+    """The draft model for `target`, if the settings name one. Raises like `load`, and `ConfigurationError` for one that
+    has another vocabulary.
     """
     if settings.draft_model is None:
         return None
     small = _load(settings, settings.draft_model)
-    shared = small.tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    tokenizers = None if shared else (TokenizerAdapter(target.tokenizer), TokenizerAdapter(small.tokenizer))
-    logger.info("%s drafts, %s", small.name, "in the same tokens" if shared else "through text: its tokenizer differs")
-    return DraftModel(small.name, small.target, tokenizers)
+    if small.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        advice = "set draft_model to a smaller model of its family"
+        raise ConfigurationError(
+            f"the draft model {small.name!r} has another vocabulary than {target.name!r}: {advice}"
+        )
+    return DraftModel(small.name, small.target)
 
 
 def _load(settings: TorchSettings, model: str) -> LoadedModel:
