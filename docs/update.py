@@ -112,7 +112,7 @@ WHAT_TO_DO = {
     "response_not_found": "Use an id of the same tenant that was stored and not deleted.",
     "server_error": "The message says what failed.",
     "shutting_down": "Send the request to another gateway, or again after the restart.",
-    "unknown_route": "Use a route of [the gateway](gateway.md), or list it in `server.extra_routes`.",
+    "unknown_route": "Use a [route of the gateway](gateway.md#routes), and a base URL that ends in `/v1`.",
     "upstream_authentication": "Correct the `api_key` of the backend, or what the key may use.",
     "upstream_isolation": "Set `shared_upstream` or `server_kind`: [tenants](gateway.md#tenants-at-an-upstream).",
     "upstream_status": "The status and the message are the upstream's own.",

@@ -6,8 +6,7 @@ A path that is not listed here reaches no upstream.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from time import perf_counter
 from typing import Any
@@ -15,12 +14,12 @@ from weakref import WeakSet
 
 import anyio
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import COMPACT, COUNT_TOKENS, DETOKENIZE, EMBEDDINGS, INPUT_TOKENS, RESPONSES, TOKENIZE
 from agentspec.backends.settings import TorchSettings
-from agentspec.errors import ConfigurationError, ShuttingDownError
+from agentspec.errors import ShuttingDownError
 from agentspec.protocol.validation import shown_name
 from agentspec.proxy.admission import Deadline, Slots
 from agentspec.proxy.auth import Authenticator, HostCheck
@@ -34,7 +33,6 @@ from agentspec.proxy.middleware import GatewayMiddleware, RecordedRoute
 from agentspec.proxy.responses.api import COMPACTION, OPENAI_RESPONSES
 from agentspec.proxy.responses.stored import Keeper, StoredRoute
 from agentspec.proxy.routes.embeddings import EmbeddingsEndpoint
-from agentspec.proxy.routes.extra_routes import ExtraRoute, sole_upstream
 from agentspec.proxy.routes.pages import Pages
 from agentspec.proxy.routes.tokenization import CountTokensEndpoint, TokenizationEndpoint
 from agentspec.proxy.ui.routes import page_files, page_routes
@@ -73,10 +71,9 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         runs=Runs(runtime, settings) if settings.cache.keeps_runs else None,
         traced=tracing.traces(),
     )
-    routes = [*_generating(settings, services), *_describing(pages), _stored(services)]
+    routes = [*_generating(services), *_describing(pages), _stored(services)]
     if server.ui:
         routes += page_routes(services, pages)
-    _refuse_twice(routes)
     runtime.limit_upstreams(server.max_output_tokens)
     loading = Loading(runtime, pages.history.run if server.ui else None)
     if services.runs is not None:
@@ -103,16 +100,13 @@ def _most_at_once(settings: Settings) -> int:
     return min(most, sum(takes)) if len(takes) == len(settings.backends) and takes else most
 
 
-def _generating(settings: Settings, services: Services) -> Iterator[RecordedRoute]:
+def _generating(services: Services) -> Iterator[RecordedRoute]:
     endpoints: list[GatewayEndpoint] = [GenerationEndpoint(api.path, services, api) for api in APIS]
     endpoints += [EmbeddingsEndpoint(EMBEDDINGS, services), CountTokensEndpoint(COUNT_TOKENS, services, ANTHROPIC, {})]
     counted = {"object": "response.input_tokens"}
     endpoints.append(CountTokensEndpoint(INPUT_TOKENS, services, OPENAI_RESPONSES, counted))
     endpoints.append(GenerationEndpoint(COMPACT, services, COMPACTION))
     endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
-    if extra := settings.server.extra_routes:
-        upstream = sole_upstream(settings)
-        endpoints += [ExtraRoute(path, services, upstream=upstream) for path in extra]
     for one in endpoints:
         yield RecordedRoute(f"{one.root}{one.path}", one, "POST", "uses_models")
 
@@ -208,9 +202,3 @@ def _hint(path: str) -> str:
         return "; this client adds /v1 to its base URL itself: leave /v1 out of it"
     below = path.startswith(tuple(f"/{name}" for name in _BELOW_V1))
     return "; the client's base URL has to end in /v1" if below else ""
-
-
-def _refuse_twice(routes: Sequence[Route]) -> None:
-    twice = [path for path, count in Counter(route.path for route in routes).items() if count > 1]
-    if twice:
-        raise ConfigurationError(f"server.extra_routes names {twice[0]!r}, which the gateway answers itself")

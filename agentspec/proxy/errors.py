@@ -119,7 +119,7 @@ def _route_error(error: HTTPException) -> AgentSpecError:
     message, code = {
         404: (
             f"no such route{hint}: there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,"
-            " /v1/embeddings and /v1/models; what an upstream has besides can be listed in server.extra_routes",
+            " /v1/embeddings and /v1/models; other routes of an upstream are not forwarded",
             "unknown_route",
         ),
         405: ("method not allowed here", "method_not_allowed"),

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
@@ -156,9 +156,6 @@ class ServerSettings(SettingsModel):
         " or secret_file; unset: a new one at each start, so that the upstreams' prefix caches begin empty",
     )
     secret_file: Path | None = Field(default=None, description="File holding the secret")
-    extra_routes: tuple[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){1,8}$")], ...] = Field(
-        default=(), description="Further routes to pass to the only upstream: POST with a JSON body, such as /v1/rerank"
-    )
 
     @model_validator(mode="after")
     def _tenants_fit(self) -> Self:

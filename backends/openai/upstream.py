@@ -133,11 +133,6 @@ class Upstream:
             fields |= await wire.prediction_fields(self.endpoint, model, {**given, **fields})
         return fields
 
-    @property
-    def needs_salt(self) -> bool:
-        """Whether requests must carry a salt, which only chats, completions, responses and embeddings can."""
-        return self._apart is not None
-
     async def has_route(self, path: str, headers: Mapping[str, str], off: Collection[str] = ()) -> bool:
         """Whether requests to `path` can be forwarded: the upstream has the route, and needs no salt there that the
         route cannot carry; nor one of the switches `off` that vLLM or SGLang take at another one.
