@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Chat = str | Sequence[Mapping[str, Any]]
 DEFAULT_MODEL = "smollm2-135m"
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
-OWN = ("model", "prediction", "speculation", "session", "store", "latency_target_ms_per_token")
+OWN = ("model", "prediction", "speculation", "session", "store")
 """Options of a call besides sampling, None where they are left open."""
 _RETRIED = (429, 502, 503, 504)
 _RETRIES = 2
@@ -154,13 +154,11 @@ def call_of(
     """The request of one call: `chosen` has `SAMPLING` and `OWN`; what it leaves open is the surrounding steps'."""
     require_text(labels)
     policy = current_policy()
-    prediction, target = chosen["prediction"], chosen["latency_target_ms_per_token"]
+    prediction = chosen["prediction"]
     if not isinstance(prediction, str | None):
         prediction = parse_prediction(prediction)
-    if remote:  # an endpoint reads these from the body
-        predicted = None if prediction is None else {"type": "content", "content": prediction}
-        further = {"prediction": predicted, "latency_target_ms_per_token": target}
-        extra = extra | {name: value for name, value in further.items() if value is not None}
+    if remote and prediction is not None:  # an endpoint reads it from the body
+        extra = {**extra, "prediction": {"type": "content", "content": prediction}}
     speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
     return GenerateRequest(
         model=chosen["model"],
@@ -170,7 +168,6 @@ def call_of(
         speculation=speculation is not False,
         store=chosen["store"] is not False and policy.store is not False,
         priority=policy.priority or 0,
-        latency_target_ms_per_token=policy.latency_ms_per_token if target is None else target,
         deadline_s=policy.deadline_s,
         strategy=policy.strategy,
         early_tools=current.get().early_tools,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -234,15 +233,12 @@ class GenerateRequest:
 
     `extra` holds request fields that only an upstream understands; fields that the local engine does not support are
     refused earlier. `speculation=False` never changes the answer, only how it is computed. A request with a lower
-    `priority` is served first, as in vLLM. `latency_target_ms_per_token` is the time per token that the stream should
-    keep after its first token: drafts serve this target before they serve throughput. No request is refused for it.
-    With `share=False` only requests of the same session are drafted from what it generates, for one part of an answer
-    that `TorchBackend.record` gets as a whole.
-    `thinking_budget` is the most tokens of thoughts; local models and delegating strategies can keep to it.
-    `deadline_s` is the time in seconds that is left for the whole answer: a goal as well, which becomes a latency
-    target where `max_tokens` is known. `strategy` is resolved by the runtime: see `StepPolicy`. With `prefill_next` off
-    nothing is read ahead after the answer. `early_tools` is a count for a gateway's report; `token_sources` asks where
-    each token came from.
+    `priority` is served first, as in vLLM. With `share=False` only requests of the same session are drafted from what
+    it generates, for one part of an answer that `TorchBackend.record` gets as a whole. `thinking_budget` is the most
+    tokens of thoughts; local models and delegating strategies can keep to it. `deadline_s` is the time in seconds that
+    is left for the whole answer, a goal. `strategy` is resolved by the runtime: see `StepPolicy`. With `prefill_next`
+    off nothing is read ahead after the answer. `early_tools` is a count for a gateway's report; `token_sources` asks
+    where each token came from.
     """
 
     model: str
@@ -266,7 +262,6 @@ class GenerateRequest:
     store: bool = True
     share: bool = True
     priority: int = 0
-    latency_target_ms_per_token: float | None = None
     deadline_s: float | None = None
     strategy: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -281,9 +276,6 @@ class GenerateRequest:
             raise InvalidRequestError(f"give exactly one of messages, text and token_ids, not {given or 'none'}")
         if self.continue_final and self.messages is None:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
-        goal, name = self.latency_target_ms_per_token, "latency_target_ms_per_token"
-        if goal is not None and (type(goal) not in (int, float) or not 0 < goal <= sys.float_info.max):
-            raise InvalidRequestError(f"{name} must be a number above 0", param=name)
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools need messages", param="tools")
         if self.tool_choice not in ("auto", "none") and not self._may_call(self.tool_choice):

@@ -23,13 +23,6 @@ def test_sampling_options_out_of_range_are_named(options: dict[str, Any]) -> Non
     assert caught.value.param == next(iter(options))
 
 
-@pytest.mark.parametrize("goal", [0, -1.0, float("nan"), float("inf"), 10**400, True, "20"])
-def test_a_latency_goal_is_a_number_above_nothing_that_a_float_holds(goal: Any) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        GenerateRequest("m", text="a", latency_target_ms_per_token=goal)
-    assert caught.value.param == "latency_target_ms_per_token"
-
-
 @pytest.mark.parametrize("prompt", [{}, {"text": "a", "token_ids": [1]}, {"text": "a", "continue_final": True}])
 def test_a_request_has_one_prompt(prompt: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):

@@ -65,7 +65,6 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
     prediction: str | None = None
     speculation: bool | None = None
     session: str | None = None
-    latency_target_ms_per_token: float | None = Field(default=None, gt=0)
     store: bool = True
     prefill: bool = True
     extra_body: dict[str, Any] = Field(default_factory=dict)

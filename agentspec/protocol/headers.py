@@ -18,7 +18,7 @@ PREFILL_HEADER = f"{PREFIX}prefill"
 _EARLY_TOOLS = "early-tools"
 _REQUEST_NAMES = (
     *("session", "workflow", "step", "speculation", "store", "prefill", "strategy", _EARLY_TOOLS),
-    *("latency-ms-per-token", "deadline-s", "priority"),
+    *("deadline-s", "priority"),
 )
 
 
@@ -72,7 +72,6 @@ def read_policy(headers: Mapping[str, str]) -> StepPolicy:
     """The policy in a request's headers (lower case). Raises `InvalidRequestError` that names the wrong header."""
     read: dict[str, Any] = {
         "strategy": _label(headers, "strategy"),
-        "latency_ms_per_token": _number(headers, "latency_ms_per_token", float),
         "deadline_s": _number(headers, "deadline_s", float),
         "priority": _number(headers, "priority", int),
     }

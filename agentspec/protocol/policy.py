@@ -35,7 +35,7 @@ def _is_switch(value: Any) -> bool:
 
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("strategy", "model"), (f"a name of 1 to {MAX_LABEL} characters", _is_name)),
-    **dict.fromkeys(("latency_ms_per_token", "deadline_s"), ("a number above 0", _is_above_0)),
+    "deadline_s": ("a number above 0", _is_above_0),
     "priority": ("a whole number from 0, served first", _is_priority),
     **dict.fromkeys(("store", "speculation"), ("true or false", _is_switch)),
 }
@@ -47,16 +47,15 @@ class StepPolicy:
     `model` and of `strategy`. What is None is left to the step or workflow around it.
 
     `strategy` is a kind of strategy ("specreason"), the name of a `[models.NAME]` table with one, or "plain" for none.
-    `latency_ms_per_token` is what a stream should keep after its first token, `deadline_s` the seconds from now in
-    which the step should be over: both are goals, and no call is refused for them. Calls with a lower `priority` are
-    served first; 0 is the first. `store=False` keeps no tokens, `speculation=False` drafts none.
+    `deadline_s` is the seconds from now in which the step should be over: a goal, for which no call is refused. Calls
+    with a lower `priority` are served first; 0 is the first. `store=False` stores no tokens, `speculation=False` drafts
+    none.
 
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
 
     strategy: str | None = None
     model: str | None = None
-    latency_ms_per_token: float | None = None
     deadline_s: float | None = None
     priority: int | None = None
     store: bool | None = None
@@ -76,7 +75,7 @@ class StepPolicy:
     def headers(self) -> dict[str, str]:
         """The headers that carry all but the model, which a request names, and the switches, which have their own."""
         given = {} if self.strategy is None else {f"{PREFIX}strategy": quote(self.strategy, safe=PRINTABLE)}
-        numbers = {name: getattr(self, name) for name in ("latency_ms_per_token", "deadline_s", "priority")}
+        numbers = {name: getattr(self, name) for name in ("deadline_s", "priority")}
         return given | {
             PREFIX + name.replace("_", "-"): f"{value:.10g}" for name, value in numbers.items() if value is not None
         }
@@ -89,7 +88,6 @@ def policy_of(request: GenerateRequest) -> StepPolicy:
     """What `request` asks of the gateway that may answer it."""
     return StepPolicy(
         strategy=request.strategy,
-        latency_ms_per_token=request.latency_target_ms_per_token,
         deadline_s=request.deadline_s,
         priority=request.priority or None,
     )

@@ -113,7 +113,6 @@ class _CommonBody(SamplingFields, Body):
     guided_choice: Any = None
     guided_grammar: Any = None
     priority: Count | None = None
-    latency_target_ms_per_token: Number | None = None
     return_token_ids: bool | None = None
     return_token_sources: bool | None = None
     stream_options: _StreamOptions = _StreamOptions()
@@ -133,7 +132,7 @@ class _CommonBody(SamplingFields, Body):
     def service(self) -> dict[str, Any]:
         """The scheduling fields, where a client's `priority` may only put it after others, and `token_sources`."""
         wanted = {"token_sources": True} if self.return_token_sources else {}
-        return {**self.given("priority", "latency_target_ms_per_token"), **wanted}
+        return {**self.given("priority"), **wanted}
 
 
 class GenerationBody(_CommonBody):
@@ -270,14 +269,6 @@ def with_extra(request: GenerateRequest) -> GenerateRequest:
         **(fields.chat(request) if isinstance(fields, _ChatExtra) else {}),
     }
     return replace(request, extra={}, **changed)
-
-
-def with_deadline(request: GenerateRequest) -> GenerateRequest:
-    """`request` with the latency target by which its longest answer would meet its deadline, unless it has one."""
-    tokens = request.sampling.max_tokens
-    if request.deadline_s is None or request.latency_target_ms_per_token is not None or tokens is None:
-        return request
-    return replace(request, latency_target_ms_per_token=1000 * request.deadline_s / tokens)
 
 
 def _messages(value: list[Any], limit: int) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ class RequestContext:
 
     def complete(self, request: GenerateRequest) -> GenerateRequest:
         """`request` with the tenant, labels and switches, and with the policy where the body says nothing."""
-        policy, target = self.policy, request.latency_target_ms_per_token
+        policy = self.policy
         return replace(
             request,
             tenant=self.tenant,
@@ -129,7 +129,6 @@ class RequestContext:
             store=self.store,
             prefill_next=self.prefill,
             priority=request.priority or policy.priority or 0,
-            latency_target_ms_per_token=policy.latency_ms_per_token if target is None else target,
             deadline_s=policy.deadline_s,
             strategy=policy.strategy,
         )

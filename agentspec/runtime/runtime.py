@@ -23,7 +23,7 @@ from agentspec.errors import (
     extra_of,
     install_advice,
 )
-from agentspec.protocol.requests import with_deadline, with_extra
+from agentspec.protocol.requests import with_extra
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.runtime.model_directory import Aliases, ModelDirectory
 from agentspec.settings.load import Settings
@@ -200,7 +200,7 @@ class Runtime:
         """Run `request` by `route`, which its model and strategy have led to. Closing the iterator cancels it."""
         configured = self.settings.backends.get(route.backend_name)
         if configured is not None and configured.local:
-            request = with_deadline(with_extra(request))
+            request = with_extra(request)
         request = replace(
             request,
             model=route.upstream_model,

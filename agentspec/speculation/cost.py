@@ -202,14 +202,6 @@ class CostModel:
         self._plain, self._alike = plain, 0
         return surprise
 
-    def relearn(self, samples: Iterable[tuple[int, float]]) -> None:
-        """Start again from timed forwards (tokens, seconds), at least one, of one sequence without context. Replaces
-        everything learned before.
-        """
-        self._curve = CostCurve(samples)
-        self._speed, self._measured = 1.0, True
-        self._per_context = self._per_token_context = self._per_sequence = 0.0
-
     def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
         return np.asarray(
             (self._per_context + self._per_token_context * tokens / batch) * context + self._per_sequence * (batch - 1)

@@ -2,8 +2,7 @@
 
 This maximises goodput as in TurboSpec (Liu et al. 2024): the expected tokens of a step, over all its requests, divided
 by its cost. The cost of verification is fitted online, and each drafter's acceptance is calibrated by its outcomes.
-Requests with a latency target first get the tokens they need to hold it (AdaServe, Li et al. 2025). The choice may be
-zero, so that text that cannot be predicted is generated without drafts.
+The choice may be zero, so that text that cannot be predicted is generated without drafts.
 """
 
 from __future__ import annotations
@@ -114,27 +113,6 @@ class RequestStats:
 
 
 @dataclass(slots=True)
-class LatencyGoal:
-    """One answer's goal: from its first token on, a token every `seconds_per_token`."""
-
-    seconds_per_token: float
-    first_at: float | None = None
-
-    def begin(self, now: float) -> None:
-        """The answer's first token is there; later calls change nothing."""
-        if self.first_at is None:
-            self.first_at = now
-
-    def required_tokens(self, tokens: int, now: float, step_seconds: float) -> float:
-        """The tokens that a step of `step_seconds`, begun `now`, must add to an answer of `tokens` tokens to be on
-        time at its end; 0 before the first token. All times are seconds of one clock.
-        """
-        if self.first_at is None:
-            return 0.0
-        return (now - self.first_at + step_seconds) / self.seconds_per_token - (tokens - 1)
-
-
-@dataclass(slots=True)
 class Governor:
     """Chooses the draft budgets of all requests of one engine. Not thread-safe.
 
@@ -161,15 +139,14 @@ class Governor:
         tokens: int | None = None,
         context: int = 0,
         batch: int | None = None,
-        required_tokens: Sequence[float] = (),
     ) -> list[list[int]]:
         """For each request the draft nodes to verify, ascending; the ancestors of a chosen node are always chosen too.
 
         `acceptances[i]` are the probabilities, from `expectations`, that the nodes of request i's tree are accepted.
         Without drafts the step computes `tokens` tokens (at least one for each request) of `batch` sequences over
-        `context` KV slots. `required_tokens` is as in `allocate_budget`. The choice maximises the expected tokens per
-        second of all requests together. The time for reading prompts is left out, since it must be spent in any case.
-        Now and then it is a trial, so that no wrong cost stands for good.
+        `context` KV slots. The choice maximises the expected tokens per second of all requests together. The time for
+        reading prompts is left out, since it must be spent in any case. Now and then it is a trial, so that no wrong
+        cost stands for good.
         """
         requests = len(acceptances)
         tokens, batch = tokens or requests, batch or requests
@@ -178,24 +155,19 @@ class Governor:
             least = LIKELY if trial == "drafts" else 2.0
             return [[node for node, chance in enumerate(one) if chance >= least] for one in acceptances]
         counts = allocate_budget(
-            acceptances,
-            requests,
-            lambda drafted: self.cost.many(tokens + drafted, context, batch) - reading,
-            required_tokens,
+            acceptances, requests, lambda drafted: self.cost.many(tokens + drafted, context, batch) - reading
         )
         return [best_nodes(acceptance, count) for acceptance, count in zip(acceptances, counts, strict=True)]
 
-    def chunk(self, running: int, context: int, targets: Sequence[float] = ()) -> int:
+    def chunk(self, running: int, context: int) -> int:
         """How many prompt tokens a step may read next to `running` answers, which have `context` KV slots in all.
 
-        The chunk is the largest with which the step takes no longer than `STALL` plain steps, nor than the shortest of
-        `targets` (seconds a token) that a plain step meets; the others would only cost those who read. Chunked prefill
-        as in Sarathi-Serve (Agrawal et al. 2024). Where no answer waits, a large chunk need only be brief.
+        The chunk is the largest with which the step takes no longer than `STALL` plain steps: chunked prefill as in
+        Sarathi-Serve (Agrawal et al. 2024). Where no answer waits, a large chunk need only be brief.
         """
         limit, least = BRIEF, CHUNKS[0]
         if running:
-            plain = self.cost.seconds(running, context, running)
-            limit, least = min([STALL * plain, *(target for target in targets if target >= plain)]), CHUNKS[-1]
+            limit, least = STALL * self.cost.seconds(running, context, running), CHUNKS[-1]
         sizes = (size for size in (*LARGE_CHUNKS, *CHUNKS) if size >= least)
         fits = (size for size in sizes if self.cost.seconds(running + size, context, running + 1) <= limit)
         return next(fits, least)
@@ -241,10 +213,7 @@ def _recent(known: OrderedDict[K, Calibration], key: K, new: Callable[[], Calibr
 
 
 def allocate_budget(
-    acceptances: Sequence[Sequence[float]],
-    requests: int,
-    costs: Callable[[Counts], Floats],
-    required_tokens: Sequence[float] = (),
+    acceptances: Sequence[Sequence[float]], requests: int, costs: Callable[[Counts], Floats]
 ) -> list[int]:
     """How many nodes of each draft to verify, so that the step's expected tokens per second are maximal.
 
@@ -252,10 +221,6 @@ def allocate_budget(
     probable nodes are taken first, so that a taken node's parent is always taken too. `requests` is the number of
     requests in the step, each of which gains one token in any case; `costs` gives the seconds of a step by the number
     of nodes it verifies. Goodput as in TurboSpec (Liu et al. 2024).
-
-    `required_tokens[i]` is the number of tokens that request i must gain in this step; at most 1 needs no draft nodes.
-    These needs are served before goodput is maximised, the largest first (AdaServe, Li et al. 2025, Algorithm 1), but
-    only as long as another node makes the request itself faster.
     """
     lengths = [len(acceptance) for acceptance in acceptances]
     if not sum(lengths):
@@ -263,26 +228,9 @@ def allocate_budget(
     acceptance = np.concatenate([np.asarray(acceptance, dtype=np.float64) for acceptance in acceptances])
     order = np.argsort(-acceptance, kind="stable")
     owner = np.repeat(np.arange(len(acceptances)), lengths)
-    seconds = costs(np.arange(len(order) + 1))
-    needed = _needed(acceptance[order], owner[order], seconds, required_tokens)
-    order = np.concatenate([order[needed], np.delete(order, needed)])
     gain = requests + np.concatenate(([0.0], np.cumsum(acceptance[order])))
-    best = len(needed) + int(np.argmax((gain / seconds)[len(needed) :]))
+    best = int(np.argmax(gain / costs(np.arange(len(order) + 1))))
     return [int(count) for count in np.bincount(owner[order[:best]], minlength=len(acceptances))]
-
-
-def _needed(acceptance: Floats, owner: Counts, seconds: Floats, required_tokens: Sequence[float]) -> list[int]:
-    """The nodes, as indices into the descending `acceptance`, that requests need to meet their `required_tokens`."""
-    taken: list[int] = []
-    for request in sorted(range(len(required_tokens)), key=lambda request: -required_tokens[request]):
-        gain = 1.0
-        for node in np.flatnonzero(owner == request) if required_tokens[request] > gain else ():
-            slower = seconds[len(taken) + 1] / seconds[len(taken)]
-            if gain >= required_tokens[request] or gain + acceptance[node] <= gain * slower:
-                break
-            gain += float(acceptance[node])
-            taken.append(int(node))
-    return taken
 
 
 def best_nodes(acceptance: Sequence[float], count: int) -> list[int]:

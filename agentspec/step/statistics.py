@@ -49,11 +49,6 @@ class StepRow:
         """Tokens committed per verify step; None if no call reported verify steps."""
         return self.verified_tokens / self.verify_steps if self.verify_steps else None
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Completion tokens per second of model time; None without model time."""
-        return self.completion_tokens / self.model_seconds if self.model_seconds > 0 else None
-
 
 class StepStatistics:
     """Adds up runs and calls by (workflow, step). Thread-safe; after `MAX_ROWS` keys, further keys share one row."""

@@ -23,10 +23,7 @@ RESERVED = 4  # a quarter of a model's context is left for the answer
 TEMPERATURE, TOP_P = 0.6, 0.95  # of the thinking, as published
 MODEL_FAILURES = (AgentSpecError, OSError)  # all other errors are bugs of agentspec
 _DEFAULTS = SamplingParams()
-_OF_EVERY_CALL = (  # the latency goal, too: clients read the thoughts as they come
-    *("labels", "tenant", "speculation", "store", "priority"),
-    "latency_target_ms_per_token",
-)
+_OF_EVERY_CALL = ("labels", "tenant", "speculation", "store", "priority")
 
 
 class Thinking:

@@ -83,7 +83,7 @@ def test_every_option_reaches_the_backend() -> None:
 WRONG: list[dict[str, Any]] = [
     {"temperature": 9}, {"temperature": "hot"}, {"timeout": 3}, {"api_key": "k"}, {"logit_bias": {"a": 1}},
     {"logit_bias": [1]}, {"stop_token_ids": 5}, {"stop": 5}, {"n": "2"}, {"structured_outputs": {"regexp": "a"}},
-    {"latency_target_ms_per_token": "20"}, {"session": 5}, {"prediction": {"type": "content"}}, {"prediction": 5},
+    {"session": 5}, {"prediction": {"type": "content"}}, {"prediction": 5},
     {"prediction": {"type": "content", "content": [{"type": "text"}]}},
 ]  # fmt: skip
 
@@ -320,22 +320,20 @@ def test_langchains_cache_distinguishes_the_models_of_steps() -> None:
 
 
 def test_the_policy_of_a_step_reaches_backend_and_endpoint(server: Any) -> None:
-    model, fake = chat("ok", latency_target_ms_per_token=7)
+    model, fake = chat("ok")
 
-    @step("plan", priority=3, store=False, latency_ms_per_token=50, deadline_s=60, speculation=False)
+    @step("plan", priority=3, store=False, deadline_s=60, speculation=False)
     def plan(model: ChatAgentSpec) -> None:
         model.invoke("hi")
 
     plan(model)
-    plan(ChatAgentSpec(model="fake", runtime=Runtime(backends={"fake": fake})))
-    first, second = fake.requests
+    (first,) = fake.requests
     assert (first.priority, first.store, first.speculation) == (3, False, False)
-    assert (first.latency_target_ms_per_token, second.latency_target_ms_per_token) == (7, 50)
     assert first.deadline_s is not None and 0 < first.deadline_s <= 60
     step("far", strategy="specreason")(plan)(remote(server))
     got = server.request_headers[-1]
     assert (got["x-agentspec-priority"], got["x-agentspec-strategy"]) == ("3", "specreason")
-    assert got["x-agentspec-latency-ms-per-token"] == "50" and "x-agentspec-deadline-s" in got
+    assert "x-agentspec-deadline-s" in got
     assert "priority" not in server.bodies[-1]
 
 

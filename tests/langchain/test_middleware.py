@@ -177,14 +177,14 @@ async def test_branches_started_by_send_keep_their_labels_apart(asynchronous: bo
 async def test_a_policy_is_the_agents_and_another_a_steps() -> None:
     model, fake = own("ok")
     middleware = AgentSpecMiddleware(
-        policy=StepPolicy(priority=2, store=False, latency_ms_per_token=40),
+        policy=StepPolicy(priority=2, store=False, deadline_s=40),
         policies={"critic": StepPolicy(priority=5, speculation=False)},
     )
     for name in ("writer", "critic"):
         agent = create_agent(model, [], middleware=[middleware], name=name)
         await ask(label(agent, "review"), True)
-    asked = [(one.priority, one.store, one.latency_target_ms_per_token, one.speculation) for one in fake.requests]
-    assert asked == [(2, False, 40, True), (5, False, 40, False)]
+    asked = [(one.priority, one.store, one.speculation) for one in fake.requests]
+    assert asked == [(2, False, True), (5, False, False)] and all(one.deadline_s for one in fake.requests)
 
 
 def test_an_invalid_policy_is_refused_by_the_constructor() -> None:
@@ -251,11 +251,11 @@ async def test_every_client_reaches_the_gateway_with_its_labels(
         ChatAgentSpec(model="fake", base_url=url),
     ]
     for model in models:
-        policy = StepPolicy(priority=3, latency_ms_per_token=40, speculation=False)
+        policy = StepPolicy(priority=3, speculation=False)
         middleware = AgentSpecMiddleware(policy=policy, prefill=False)
         await ask(create_agent(model, [look], middleware=[middleware], name="weather"), asynchronous)
         request = fake.requests[-1]
         assert request.labels == Labels("t1", "weather", "model") and not request.prefill_next
-        assert (request.priority, request.latency_target_ms_per_token, request.speculation) == (3, 40, False)
+        assert (request.priority, request.speculation) == (3, False)
     row = rows()["weather", "model"]
     assert (row.calls, row.failed_calls) == (4, 0) and row.completion_tokens == 4 * 3

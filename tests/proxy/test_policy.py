@@ -26,18 +26,16 @@ def ask(running: Any, headers: dict[str, str], **fields: Any) -> httpx.Response:
 def test_a_local_model_serves_by_the_policy(gateway: Any) -> None:
     fake = FakeBackend("hi")
     running = gateway({"fake": fake})
-    asked = {"x-agentspec-priority": "2", "x-agentspec-latency-ms-per-token": "20", "x-agentspec-deadline-s": "3"}
+    asked = {"x-agentspec-priority": "2", "x-agentspec-deadline-s": "3"}
     assert ask(running, asked).status_code == 200
-    assert ask(running, asked, priority=7, latency_target_ms_per_token=5).status_code == 200
+    assert ask(running, asked, priority=7).status_code == 200
     first, second = fake.requests
-    assert (first.priority, first.latency_target_ms_per_token, first.deadline_s) == (2, 20, 3)
-    assert (second.priority, second.latency_target_ms_per_token) == (7, 5)  # the body comes first
+    assert (first.priority, first.deadline_s, second.priority) == (2, 3, 7)  # the body comes first
     assert ask(running, asked, priority=0).status_code == 200 and fake.requests[-1].priority == 0
 
 
 WRONG = {
     "x-agentspec-priority": ("-1", "x-agentspec-priority"),
-    "x-agentspec-latency-ms-per-token": ("-1", "x-agentspec-latency-ms-per-token"),
     "x-agentspec-deadline-s": ("-1", "x-agentspec-deadline-s"),
     "X-Agentspec-Stor": ("off", "did you mean 'x-agentspec-store'?"),
     "x-agentspec-strategy": ("specreason", "x-agentspec-strategy"),  # no model has it

@@ -27,7 +27,7 @@ from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
-from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob, Usage
+from agentspec.types import Delta, GenerateRequest, StructuredOutputs, TokenLogprob, Usage
 
 pytestmark = pytest.mark.anyio
 
@@ -231,17 +231,3 @@ def test_a_strategy_leads_to_the_model_that_has_it(model: str, strategy: str | N
 def test_a_strategy_that_no_model_has_is_refused(model: str, strategy: str, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         strategies().route(model, strategy)
-
-
-async def test_a_deadline_becomes_a_latency_target_of_a_local_model() -> None:
-    fake = FakeBackend("hi")
-    runtime = Runtime(Settings(), backends={"local": fake})
-    limited = SamplingParams(max_tokens=20)
-    for request in (
-        replace(ask("smollm2-135m"), deadline_s=2.0, sampling=limited),
-        replace(ask("smollm2-135m"), deadline_s=2.0, sampling=limited, latency_target_ms_per_token=5),
-        replace(ask("smollm2-135m"), deadline_s=2.0),
-    ):
-        await text_of(runtime.generate(request))
-    assert [request.latency_target_ms_per_token for request in fake.requests] == [100, 5, None]
-    await runtime.aclose()

@@ -70,7 +70,7 @@ def test_the_report_counts_model_calls() -> None:
     got = row("plan", "w")
     assert (got.calls, got.prompt_tokens, got.completion_tokens, got.runs, got.errors) == (2, 11, 10, 1, 0)
     assert (got.drafted, got.accepted, got.verify_steps, got.tokens_per_step) == (12, 6, 2, 4)
-    assert got.estimated_seconds_saved == 0.25 and got.seconds > 0 and got.tokens_per_second > 0
+    assert got.estimated_seconds_saved == 0.25 and got.seconds > 0 and got.model_seconds > 0
     with pytest.raises(EngineError):
         step("fails")(model.invoke)("x")
     assert (row("fails").runs, row("fails").errors, row("fails").failed_calls) == (1, 1, 1)

@@ -36,8 +36,7 @@ from agentspec.protocol.validation import (
 
 # Fields of chats that mean the same here; what a model or an upstream does not know, it refuses itself.
 PASSED = SAMPLED | frozenset(
-    "stream prediction latency_target_ms_per_token chat_template_kwargs"
-    " cache_salt vllm_xargs priority session_id prompt_cache_key".split()
+    "stream prediction chat_template_kwargs cache_salt vllm_xargs priority session_id prompt_cache_key".split()
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
 _BETWEEN = "\n\n"  # blocks of a system prompt or of a user's message are texts of their own

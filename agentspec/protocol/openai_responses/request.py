@@ -152,7 +152,7 @@ _WHOLE = " must be disabled: send a conversation that fits the model"
 # Of vLLM and of chats: they mean here what they mean there, and are checked there.
 _AS_IN_CHATS = (
     *SAMPLED,
-    *("prediction", "chat_template_kwargs", "latency_target_ms_per_token", "parallel_tool_calls", "user"),
+    *("prediction", "chat_template_kwargs", "parallel_tool_calls", "user"),
 )
 _REPEATED = (  # in the answer, as they are
     "instructions max_output_tokens max_tool_calls model previous_response_id prompt_cache_key safety_identifier"

@@ -39,7 +39,6 @@ _GENERATING: Final = SAMPLED | _names("""
     stream_reasoning reasoning thinking think thinking_budget thinking_token_budget enable_thinking structured_outputs
     guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern structural_tag regex ebnf
     json_schema grammar return_token_ids return_tokens_as_token_ids token_ids cache_prompt
-    latency_target_ms_per_token
 """)
 
 BY_API: dict[str, frozenset[str]] = {

@@ -249,9 +249,8 @@ def allocate_draft_budget(scheduled: list[ScheduledSequence], governor: Governor
     plain = governor.cost.seconds(tokens, past, batch)
     if not any(len(each.proposal) for each in drawing):
         return StepEstimate(plain, 0.0, plain / max(1, len(drawing)))
-    required = [each.sequence.required_tokens(plain) for each in drawing]
     acceptances = [each.proposal.acceptance for each in drawing]
-    chosen = governor.choose(acceptances, tokens=tokens, context=past, batch=batch, required_tokens=required)
+    chosen = governor.choose(acceptances, tokens=tokens, context=past, batch=batch)
     for each, nodes in zip(drawing, chosen, strict=True):
         each.proposal = subtree(each.proposal, depth_first(each.proposal, nodes))
     drafted = sum(len(each.proposal) for each in drawing)

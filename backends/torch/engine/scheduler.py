@@ -75,8 +75,7 @@ def plan_step(active: Iterable[Sequence], context: EngineContext) -> list[Schedu
     """The sequences that decode first, then prompt chunks in order, within the step's token budget."""
     ready = list(active)
     scheduled = [ScheduledSequence(sequence, 1, draws=True) for sequence in ready if sequence.num_uncomputed == 1]
-    targets = [target for each in scheduled if (target := each.sequence.target_seconds_per_token) is not None]
-    budget = context.governor.chunk(len(scheduled), kv_length(scheduled), targets)
+    budget = context.governor.chunk(len(scheduled), kv_length(scheduled))
     for sequence in ready:
         uncomputed = sequence.num_uncomputed
         if uncomputed > 1 and budget > 0:

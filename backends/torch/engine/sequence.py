@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.protocol.speculation import MeasuredSpeculation
-from agentspec.speculation.governor import Governor, LatencyGoal
+from agentspec.speculation.governor import Governor
 from agentspec.text import Detokenizer, StopScanner
 from agentspec.types import (
     Delta,
@@ -180,8 +179,6 @@ class Sequence:
         self.request = request
         self.tokens = list(request.prompt)
         self.kv_cache = kv_cache
-        target_ms = request.original.latency_target_ms_per_token
-        self._latency = None if target_ms is None else LatencyGoal(target_ms / 1000.0)
         self._context = context
         self._session = session
         self.reused = kv_cache.length
@@ -239,17 +236,6 @@ class Sequence:
         """Tokens that have no KV slots yet: the rest of the prompt, or the last token drawn."""
         return len(self.tokens) - self.kv_cache.length
 
-    @property
-    def target_seconds_per_token(self) -> float | None:
-        """The request's latency target; None if it has none."""
-        return None if self._latency is None else self._latency.seconds_per_token
-
-    def required_tokens(self, step_seconds: float) -> float:
-        """How many tokens a step of `step_seconds` must add to hold the latency target; 0 if there is none."""
-        if self._latency is None:
-            return 0.0
-        return self._latency.required_tokens(self._answer.num_tokens, perf_counter(), step_seconds)
-
     def propose(self) -> Proposal:
         """Propose drafts, at most as many tokens as the answer may still use; its last token needs no KV slot."""
         left = self.request.max_tokens - self._answer.num_tokens
@@ -276,8 +262,6 @@ class Sequence:
         path = accept_path(draft.tokens, draft.parents, self.sampler.choose, self._emit)
         self.kv_cache.commit(num_tokens, path)
         fresh = self.tokens[committed:]
-        if self._latency is not None:
-            self._latency.begin(perf_counter())
         self._speculator.observe(draft, path, cost)
         self._session.extend(fresh)
         delta = self._delta(fresh)

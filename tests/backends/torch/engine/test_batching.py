@@ -162,5 +162,5 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_mixed(lab: Any) -
 
 
 def test_the_real_governor_changes_no_answer_in_a_batch(family: Any) -> None:
-    asks, wants = asks_of(family, 6, request={"latency_target_ms_per_token": 0.01})
+    asks, wants = asks_of(family, 6)
     require_all(family, asks, family.run_batch(asks, governor=Governor()), wants)
