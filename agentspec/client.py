@@ -56,7 +56,7 @@ def generate(prompt: str, *, stream: Literal[True], **options: Any) -> Iterator[
 @overload
 def generate(prompt: str, *, stream: Literal[False] = False, **options: Any) -> str: ...
 def generate(prompt: str, *, stream: bool = False, **options: Any) -> str | Iterator[str]:
-    """What a model writes after `prompt`, as it stands: `generate("1, 2, 3,", max_tokens=8)`; pieces with `stream`.
+    """Continue a text with a model: `generate("1, 2, 3,", max_tokens=8)`. With `stream` it yields pieces of text.
 
     `model` is a built-in name, a folder, a GGUF file or a model-hub id, by default smollm2-135m, or any model of the
     endpoint `base_url` (with `api_key` or `$AGENTSPEC_API_KEY`). Further options are the sampling fields, `session`,
@@ -70,7 +70,7 @@ def chat(messages: Chat, *, stream: Literal[True], **options: Any) -> Iterator[s
 @overload
 def chat(messages: Chat, *, stream: Literal[False] = False, **options: Any) -> str: ...
 def chat(messages: Chat, *, stream: bool = False, **options: Any) -> str | Iterator[str]:
-    """The answer to a chat, whose messages are OpenAI's, or one text of the user; options as in `generate`."""
+    """Answer a chat: `messages` are OpenAI's, or one text of the user. Options are as in `generate`."""
     return _answer(stream, options, messages=_messages(messages))
 
 

@@ -43,8 +43,8 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """How the model calls of a step are to be served. None of it changes what a model would answer, but the choice of
-    `model` and of `strategy`. What is None is left to the step or workflow around it.
+    """How the model calls of a step are served. Only `model` and `strategy` change answers. A value of None leaves the
+    choice to the step or workflow around it.
 
     `strategy` is a kind of strategy ("specreason"), the name of a `[models.NAME]` table with one, or "plain" for none.
     `deadline_s` is the seconds from now in which the step should be over: a goal, for which no call is refused. Calls

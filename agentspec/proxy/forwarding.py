@@ -166,13 +166,9 @@ async def upstream_body(body: RequestBody, context: RequestContext) -> bytes:
         path == RESPONSES or (path == CHAT and fields.get("store"))
     ):  # off holds wherever it stands
         added = {**added, "store": False}
-    return await with_fields(body, added if model == fields["model"] else {**added, "model": model})
-
-
-async def with_fields(body: RequestBody, added: Mapping[str, Any]) -> bytes:
-    if not added:
-        return body.data
-    return await body.work(set_values, body.fields, added)
+    if model != fields["model"]:
+        added = {**added, "model": model}
+    return await body.work(set_values, fields, added) if added else body.data
 
 
 async def forward(
