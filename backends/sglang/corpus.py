@@ -58,12 +58,6 @@ class ExternalTexts:
     def sourced(self) -> Sourced:
         return self._index, Source.SHARED
 
-    @property
-    def remaining_token_budget(self) -> int:
-        """Tokens for which there is room."""
-        with self._lock:
-            return self._most - sum(self._committed.values())
-
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
         """Draft from a text for every request, whoever sent it; returns its tokens. It is added whole or not at all.
 
@@ -73,7 +67,7 @@ class ExternalTexts:
             raise ValueError(f"External corpus {corpus_id!r}: that name only forgets, when it is removed: use another")
         if corpus_id in self._sequences:
             raise ValueError(f"External corpus {corpus_id!r} already exists: remove it first")
-        documents, loaded, room = [list[int]()], 0, self.remaining_token_budget
+        documents, loaded, room = [list[int]()], 0, self._most - sum(self.list_external_corpora().values())
         for chunk in chunks:
             loaded += len(chunk)
             if loaded > room:
@@ -146,9 +140,11 @@ class TokenCacheCorpus(ExternalTexts):
         draft_token_num: int,
         external_corpus_max_tokens: int,
         adapter_path: Callable[[str], str] = lambda adapter: "",
+        **_: Any,
     ) -> None:
         """`drafter` makes the drafter with these texts as `shared`; None where another rank drafts. `group` is SGLang's
-        `GroupCoordinator`. `draft_token_num` counts the last token of the context too.
+        `GroupCoordinator`. `draft_token_num` counts the last token of the context too; of SGLang's other options none
+        has an effect.
         """
         super().__init__(external_corpus_max_tokens)
         self.draft_token_num = draft_token_num

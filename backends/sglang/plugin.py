@@ -27,8 +27,8 @@ _REQUEST_PARTS = (
     + "sampling_params input_embeds session session_id cache_salt extra_key lora_id".split()
 )
 _CORPUS_METHODS = (
-    "batch_put synchronize remaining_token_budget load_external_corpus_named commit_external_corpus_load".split()
-    + "remove_external_corpus list_external_corpora reset batch_get erase_match_state".split()
+    "batch_put synchronize load_external_corpus_named commit_external_corpus_load remove_external_corpus".split()
+    + "list_external_corpora reset batch_get erase_match_state".split()
 )
 REQUIREMENTS = (
     Requirement("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
@@ -86,9 +86,8 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         return chosen
     from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
-    parallel = get_parallel()
-    if parallel.pp_size > 1 or parallel.attn_dp_size > 1:
-        logger.warning("agentspec leaves NGRAM alone: it drafts neither with pipeline parallelism nor DP attention")
+    if get_parallel().pp_size > 1:
+        logger.warning("agentspec leaves NGRAM alone: it does not draft with pipeline parallelism")
         return chosen
     return worker_with_cache(chosen)
 
@@ -118,16 +117,16 @@ def worker_with_cache(base: Any) -> Any:
     return TokenCacheWorker
 
 
-def open_corpus(runner: Any, *, draft_token_num: int, external_corpus_max_tokens: int, **_: Any) -> TokenCacheCorpus:
-    """The corpus of this rank for SGLang's `ModelRunner`; options that size SGLang's own trie have no effect.
+def open_corpus(runner: Any, *, max_bfs_breadth: int, **sizes: Any) -> TokenCacheCorpus:
+    """The corpus of this rank for SGLang's `ModelRunner`, by the options of SGLang's own; those that size its trie have
+    no effect. With a breadth of 1 it drafts chains: much of SGLang's attention then reads no tree's mask.
 
     Raises `ConfigurationError` and `CacheError`s.
     """
     from sglang.srt.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     group = get_tp_group()
-    drafter = _open_drafter(runner.model_config) if group.rank_in_group == 0 else None
-    sizes = {"draft_token_num": draft_token_num, "external_corpus_max_tokens": external_corpus_max_tokens}
+    drafter = _open_drafter(runner.model_config, chains=max_bfs_breadth == 1) if group.rank_in_group == 0 else None
     corpus = TokenCacheCorpus(drafter, group, adapter_path=partial(_adapter_path, runner), **sizes)
     close_at_exit(corpus.close)
     return corpus
@@ -139,13 +138,13 @@ def _adapter_path(runner: Any, adapter: str) -> str:
     return (loaded and loaded.lora_path) or ""
 
 
-def _open_drafter(model: Any) -> Callable[..., TreeDrafter]:
+def _open_drafter(model: Any, *, chains: bool) -> Callable[..., TreeDrafter]:
     from sglang.srt.runtime_context import get_model, get_serving  # pyright: ignore[reportMissingImports]
 
     tokenizer = get_serving().tokenizer_path or get_model().model_path
     described = SimpleNamespace(hf_config=model.hf_config, tokenizer=tokenizer, tokenizer_revision=get_model().revision)
     router = open_router(read_settings(ENGINE), described, "in the place of NGRAM")
-    return partial(TreeDrafter, router.open, int(model.vocab_size), on_close=router.close)
+    return partial(TreeDrafter, router.open, int(model.vocab_size), chains=chains, on_close=router.close)
 
 
 def _package() -> Path:

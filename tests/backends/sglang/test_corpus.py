@@ -131,17 +131,10 @@ def test_salts_keep_requests_apart(corpora: Corpora, cache: SuffixCache) -> None
         assert (first_tree(server.worker.ngram_corpus, req, THIRD) > 3) is found
 
 
-@pytest.mark.parametrize(
-    ("key", "adapter", "salt"),
-    [
-        ("elastic_ep_size=8", None, None),
-        ("x|elastic_ep_size=16", None, "x"),
-        ("xl|elastic_ep_size=16", "l", "x"),
-        ("l|elastic_ep_size=4", "l", None),
-        ("elastic_ep_size=", None, "elastic_ep_size="),
-    ],
-)
-def test_elastic_expert_parallelism_is_no_salt(key: str, adapter: str | None, salt: str | None) -> None:
+@pytest.mark.parametrize("adapter", [None, "l"])
+@pytest.mark.parametrize("salt", [None, "x", "elastic_ep_size="])
+def test_elastic_expert_parallelism_is_no_salt(adapter: str | None, salt: str | None) -> None:
+    key = "|".join([*([f"{salt or ''}{adapter or ''}"] if salt or adapter else []), "elastic_ep_size=16"])
     assert request_info(Req("a", [1], [], extra_key=key, lora_id=adapter)).salt == salt
 
 
@@ -202,9 +195,7 @@ def test_requests_leave_nothing_behind_in_memory(corpora: Corpora) -> None:
 def test_external_texts_serve_everyone(corpora: Corpora) -> None:
     corpus = corpora(most=60)
     assert corpus.load_external_corpus_named("book", [[*TEXT[:25]], [*TEXT[25:30], SEPARATOR, *OTHER[:9]]]) == 40
-    assert corpus.remaining_token_budget == 60
     corpus.commit_external_corpus_load("book", 40)
-    assert (corpus.remaining_token_budget, corpus.list_external_corpora()) == (20, {"book": 40})
     assert first_tree(corpus, Req("a", [1], TEXT), TEXT) > 3
     assert first_tree(corpus, Req("b", [1], OTHER, cache_salt="x"), OTHER) > 3
     for name, chunks in (("book", [[1]]), ("long", [[1] * 15, [2] * 6]), ("none", [[SEPARATOR]]), (TAKEN, [[1]])):
@@ -213,7 +204,7 @@ def test_external_texts_serve_everyone(corpora: Corpora) -> None:
     assert corpus.list_external_corpora() == {"book": 40}
     corpus.remove_external_corpus("book")
     corpus.remove_external_corpus("book")
-    assert (corpus.remaining_token_budget, corpus.list_external_corpora()) == (60, {})
+    assert corpus.list_external_corpora() == {}
     assert first_tree(corpus, Req("c", [1], TEXT), TEXT) == 0
 
 

@@ -27,12 +27,13 @@ class NgramCorpus:
         self.options = options
 
 
-def worker_class() -> Any:
+def worker_class(breadth: int = 10) -> Any:
     class NGRAMWorker:
         def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
             self.target_worker, self.finished = target_worker, list[str]()
             made: Any = vars(sys.modules[WORKER])["NgramCorpus"]
-            self.ngram_corpus = made(capacity=5, draft_token_num=NODES, external_corpus_max_tokens=100)
+            options = {"draft_token_num": NODES, "external_corpus_max_tokens": 100, "max_bfs_breadth": breadth}
+            self.ngram_corpus = made(capacity=5, **options)
 
         def _prepare_draft_tokens(self, batch: Any) -> Any:
             tails = [[*req.origin_input_ids_unpadded, *req.output_ids] for req in batch.reqs]
@@ -49,9 +50,7 @@ def worker_class() -> Any:
 def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patient: None) -> Iterator[SimpleNamespace]:
     """An SGLang that is importable; `hooks` are those that were registered, `parallel` its sizes."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    stand_in = SimpleNamespace(
-        hooks={}, worker=worker_class(), parallel=SimpleNamespace(pp_size=1, attn_dp_size=1), group=ALONE
-    )
+    stand_in = SimpleNamespace(hooks={}, worker=worker_class(), parallel=SimpleNamespace(pp_size=1), group=ALONE)
     registry = SimpleNamespace(register=lambda target, hook, kind: stand_in.hooks.update({target: (hook, kind)}))
     contents: dict[str, dict[str, object]] = {
         "sglang": {"__path__": [str(tmp_path)]},
@@ -154,26 +153,35 @@ def test_an_adapter_is_known_by_its_files(
     assert found == [False, True, False]
 
 
-def test_ranks_but_the_first_open_no_cache(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "open_router", lambda *_: pytest.fail("opened"))
-    sglang.group = SimpleNamespace(world_size=2, rank_in_group=1)
-    plugin.install()
-    assert start(created(sglang, sglang.worker)).ngram_corpus.flush()
-
-
-def test_wrong_settings_end_the_start(sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_end_the_start_of_the_first_rank_which_alone_opens_a_cache(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AGENTSPEC_SGLANG_SALTS", "pepper")
     plugin.install()
     with pytest.raises(ConfigurationError, match="AGENTSPEC_SGLANG_SALTS"):
         start(created(sglang, sglang.worker))
     assert vars(sys.modules[WORKER])["NgramCorpus"] is NgramCorpus
+    sglang.group = SimpleNamespace(world_size=2, rank_in_group=1)
+    assert start(created(sglang, sglang.worker)).ngram_corpus.flush()
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"attn_dp_size": 2}])
-def test_where_it_cannot_draft_sglang_does(
-    sglang: SimpleNamespace, caplog: pytest.LogCaptureFixture, sizes: dict[str, int]
-) -> None:
-    vars(sglang.parallel).update(sizes)
+@pytest.mark.parametrize(("breadth", "branches"), [(1, False), (2, True)])
+def test_a_breadth_of_one_is_a_chain(sglang: SimpleNamespace, breadth: int, branches: bool) -> None:
+    plugin.install()
+    worker = start(created(sglang, worker_class(breadth)))
+    for name, answer in (("a", [1, 2, 3, 4, 5]), ("b", [1, 2, 8, 9, 7]), ("c", [1])):
+        req = Req(name, [50], answer)
+        req.output_ids.extend(answer)
+        worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
+        assert worker.ngram_corpus.flush()
+        req.finish(len(answer))
+        _, mask = worker._prepare_draft_tokens(SimpleNamespace(reqs=[req]))
+        worker.note_request_finished(rid=name, natural_stop=True)
+    assert (mask.sum() < NODES * (NODES + 1) / 2) == branches
+
+
+def test_where_it_cannot_draft_sglang_does(sglang: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    sglang.parallel.pp_size = 2
     plugin.install()
     assert created(sglang, sglang.worker) is sglang.worker
     assert created(sglang, NgramCorpus) is NgramCorpus  # another algorithm's

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from agentspec.benchmarks.gpu import bench as local
-from agentspec.benchmarks.gpu.parts import COMMANDS, command_of, prepare, run
+from agentspec.benchmarks.gpu.parts import COMMANDS, PYTHON, command_of, prepare, run
 from agentspec.benchmarks.vllm import bench as forced
 from agentspec.cli import app
 
 SECONDS = {"ngram_gpu": 3.0, "agentspec V2": 2.0, "Arctic": 2.5}
 RUNS = {name: {"seconds": seconds, "equal": True} for name, seconds in SECONDS.items()}
-FOUND = json.dumps({"shape": "8b", "device": "a GPU", "calls": [{"runs": RUNS}] * 8})
+FOUND = json.dumps({"shape": "8b", "device": "a GPU", "calls": [{"runs": RUNS, **RUNS["Arctic"]}] * 8})
 PROGRAM = f"""#!/bin/sh
 echo "$@" >> asked
 case "$*" in *"--at-once 32"*) exit 3;; *"--at-once 128"*) sleep 600;; esac
@@ -40,7 +40,8 @@ def folder(tmp_path: Path, calls_of: Any, tokenizer: Path) -> Path:
 
 def test_the_script_needs_a_gpu_and_runs_the_parts_that_are_named(folder: Path) -> None:
     (programs := folder / "programs").mkdir()
-    for name, text in (("programs/nvidia-smi", "exit 9"), ("env/vllm/bin/python", 'echo "$@"')):
+    python = f"programs/{PYTHON}"
+    for name, text in (("programs/nvidia-smi", "exit 9"), ("env/vllm/bin/python", 'echo "$@"'), (python, "")):
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     for engine in ("vllm", "sglang"):
@@ -55,6 +56,10 @@ def test_the_script_needs_a_gpu_and_runs_the_parts_that_are_named(folder: Path) 
     assert code == 1 and "need a GPU" in said
     (programs / "nvidia-smi").write_text("#!/bin/sh\n")
     assert script() == (0, "-P -m agentspec.benchmarks.gpu.parts run . vllm-1\n")
+    for engine in ("vllm", "sglang"):
+        (folder / "env" / engine / "complete").unlink()
+    code, said = script()
+    assert code == 1 and "No environment could be made" in said
 
 
 def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +70,7 @@ def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: p
     assert "vllm-128: FAILED, it took more than 0.01 s" in said and "vllm-32: FAILED with code 3" in said
     assert said.count(": done") == len(COMMANDS) - 1
     rows = json.loads((folder / "results.json").read_text())
-    assert [row["ratio"] for row in rows] == [1.5, 1.5, None, 1.5, 1.25, 1.25, None]
+    assert [row["ratio"] for row in rows] == [1.5, 1.5, None, 1.5, 1.25, 1.25, None, 1.0, 1.0]
     assert rows[0] == {
         "requests": 1, "drafter": "agentspec V2", "against": "ngram_gpu", "goal": 1.3, "shape": "8b",
         "device": "a GPU", "ratio": 1.5, "interval": [1.5, 1.5], "calls": 8, "equal": True,
