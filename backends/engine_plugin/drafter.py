@@ -23,9 +23,12 @@ from agentspec.cache.index import DraftJob, Sourced, propose_batch
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.types import Draft, path_length
 
-FREE_ROWS = 200
-"""Tokens that a GPU computes while it reads the weights once: 156 on an A100, 295 on an H100, in bfloat16."""
-SURE = 0.7  # the most that a large batch asks of a drafted token
+READING_ROWS = 312
+"""Tokens that take as long to compute as all else in a step: on an H200, 8B in bfloat16, 64 take 7.82 ms, one 6.51."""
+RATE = 0.25  # how fast the goodput is followed
+
+_Search = tuple[RequestState, int, DraftJob]
+"""For a request, when it had so many tokens."""
 
 
 class DraftTurn(NamedTuple):
@@ -54,13 +57,14 @@ class ServerDrafter(RecordingDrafter):
         on_close: Callable[[bool], None] = lambda hung: None,
     ) -> None:
         """A draft ends where the probability that it is accepted so far falls below `least`, and chains, of which each
-        token costs, where it does so below the share that a round's requests have of `FREE_ROWS`. `shared` are indexes
-        that every request is drafted from in addition to its own.
+        token costs, where it does so below the goodput of recent rounds: a token less likely than the batch gains for
+        the cost of one makes it slower. `shared` are indexes that every request is drafted from in addition to its own.
         """
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._thread = ThreadPoolExecutor(1, "agentspec-search")
         self._late: Future[None] = self._thread.submit(lambda: None)
         self._chains, self._least, self._shared = chains, least, shared
+        self._goodput = 0.0  # tokens gained for the cost of one
         self._first = 0  # of the rows that are searched for
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
@@ -77,6 +81,8 @@ class ServerDrafter(RecordingDrafter):
         updates: list[OutputUpdate] = []
         try:
             updates = [self._update(turn.state, turn.fresh) for turn in turns]
+            if self._chains:
+                self._follow_goodput(updates)
             wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
             trees = self._search(turns)
         except Exception as error:
@@ -95,50 +101,62 @@ class ServerDrafter(RecordingDrafter):
         accepted = path_length(*tree, fresh.tolist()) if tree.tokens else 0
         return OutputUpdate(state, state.advance(fresh), len(tree.tokens), accepted, state.source)
 
+    def _follow_goodput(self, updates: Sequence[OutputUpdate]) -> None:
+        computed = sum(1 + update.drafted for update in updates)
+        gained = sum(len(update.tokens) for update in updates)
+        self._goodput += RATE * (gained / (READING_ROWS + computed) - self._goodput)
+
     def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
         """Search for all rows with one deadline, beginning behind the last row that had time in the round before."""
-        trees, asked = self._asked(turns)
+        trees, asked, ahead = self._asked(turns)
         first = self._first % max(1, len(asked))
         asked = asked[first:] + asked[:first]
         deletions, until = Deletions.count, perf_counter() + PATIENCE
         drafts = propose_batch([job for _, job in asked], PATIENCE) if asked else []
         late, done = perf_counter() >= until, 0
-        again: list[tuple[RequestState, int, DraftJob]] = []
         for (row, job), draft in zip(asked, drafts, strict=True):
             turn, found = turns[row], _tree(draft)
-            known = _known(turn) if late else EMPTY_TREE
+            short = late and len(found.tokens) < turn.limit
+            known = self._known(turn) if short else EMPTY_TREE
             done += not late or len(found.tokens) > 0
-            if late and len(known.tokens) >= len(found.tokens):
-                again.append((turn.state, turn.state.length, (*job[:2], job[2].copy(), 2 * turn.limit, *job[4:])))
+            if missed := short and len(known.tokens) >= len(found.tokens):
                 trees[row] = known
             else:
-                turn.state.found = FoundTree(found, turn.state.length, deletions)
-                trees[row] = TokenTree(found.tokens[: turn.limit], found.parents[: turn.limit])
+                turn.state.found, trees[row] = FoundTree(found, turn.state.length, deletions), found
+            if missed or (self._chains and len(found.tokens) == turn.limit):
+                ahead.append(_ahead(turn, job))
         self._first = first + done
         metric("searches", "done").inc(done)
         metric("searches", "missed").inc(len(asked) - done)
-        if again and self._late.done():
-            self._late = self._thread.submit(self._search_late, again, deletions)
+        if ahead and self._late.done():
+            self._late = self._thread.submit(self._search_ahead, ahead, deletions)
         return [within(tree, self._vocabulary) for tree in trees]
 
-    def _asked(self, turns: Sequence[DraftTurn]) -> tuple[list[TokenTree], list[tuple[int, DraftJob]]]:
-        """What is known to follow without a search, and the rows that are searched for."""
-        least = max(self._least, min(SURE, len(turns) / FREE_ROWS)) if self._chains else self._least
-        trees, asked = list[TokenTree](), list[tuple[int, DraftJob]]()
+    def _asked(self, turns: Sequence[DraftTurn]) -> tuple[list[TokenTree], list[tuple[int, DraftJob]], list[_Search]]:
+        """What is known to follow, the rows that are searched for, and what the next round may need in addition."""
+        least = max(self._least, self._goodput)
+        trees, asked, ahead = list[TokenTree](), list[tuple[int, DraftJob]](), list[_Search]()
         for row, turn in enumerate(turns):
-            predicted = turn.state.from_prediction(turn.limit, least)
-            turn.state.source = "prediction" if predicted else "cache"
-            trees.append(chain(predicted) if predicted else self._known_chain(turn))
-            if not trees[row].tokens and (job := self._job(turn, least)) is not None:
-                asked.append((row, job))
-        return trees, asked
+            state, limit = turn.state, turn.limit
+            predicted = state.from_prediction(limit, least)
+            state.source = "prediction" if predicted else "cache"
+            left = _left(turn) if self._chains and state.drafts and not predicted else []
+            whole = len(left) >= limit
+            trees.append(chain(predicted or left[:limit]) if predicted or whole else EMPTY_TREE)
+            if not predicted and len(left) <= 2 * limit and (job := self._job(turn, least)) is not None:
+                ahead.append(_ahead(turn, job)) if whole else asked.append((row, job))
+        return trees, asked, ahead
 
-    def _search_late(self, searches: Sequence[tuple[RequestState, int, DraftJob]], deletions: int) -> None:
-        """Search, while the engine's step runs, for what had no time in a round: the next round knows it."""
+    def _search_ahead(self, searches: Sequence[_Search], deletions: int) -> None:
+        """Search, while the engine's step runs, for what had no time in a round and for what comes after its chains."""
         with self._failures.caught():
             drafts = propose_batch([job for _, _, job in searches])
             for (state, length, _), draft in zip(searches, drafts, strict=True):
                 state.found = FoundTree(_tree(draft), length, deletions)
+
+    def _known(self, turn: DraftTurn) -> TokenTree:
+        """What the last search found to follow, as far as it goes on behind the tokens that came since."""
+        return chain(_left(turn)[: turn.limit]) if self._chains else _subtree(turn)
 
     def flush(self, timeout: float = 10.0) -> bool:
         wait([self._late], timeout)
@@ -149,25 +167,18 @@ class ServerDrafter(RecordingDrafter):
         self._thread.shutdown(wait=False, cancel_futures=True)
         super().close()
 
-    def _known_chain(self, turn: DraftTurn) -> TokenTree:
-        """What is left of the chain found in the last round, if it is long enough and the new tokens were its first."""
-        (tokens, _), length, deletions = turn.state.found
-        since = len(turn.fresh)
-        left = tokens[since : since + turn.limit]
-        if not self._chains or len(left) < turn.limit or length + since != turn.state.length:
-            return EMPTY_TREE
-        follows = deletions == Deletions.count and turn.state.drafts and tokens[:since] == turn.fresh.tolist()
-        return chain(left) if follows else EMPTY_TREE
-
     def _job(self, turn: DraftTurn, least: float) -> DraftJob | None:
-        """The search for a request; None if its cache is not open, or no drafts are made for it. A chain is searched
-        for that lasts longer than a round.
-        """
+        """The search for a request; None if its cache is not open, or no drafts are made for it."""
         state, cache = turn.state, turn.state.cache  # the recorder may take it away meanwhile
         if cache is None or not state.drafts or turn.limit <= 0:
             return None
-        limit = 2 * turn.limit + 1 if self._chains else turn.limit
-        return cache.drafter, [*state.indexes, *self._shared], turn.context, limit, least, self._chains
+        return cache.drafter, [*state.indexes, *self._shared], turn.context, turn.limit, least, self._chains
+
+
+def _ahead(turn: DraftTurn, job: DraftJob) -> _Search:
+    """The search for what follows until the round after the next, if all drafts are right."""
+    drafter, indexes, context, limit, least, chains = job
+    return turn.state, turn.state.length, (drafter, indexes, context.copy(), 3 * limit + 2, least, chains)
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
@@ -178,14 +189,29 @@ def _tree(draft: Draft) -> TokenTree:
     return TokenTree(draft.tokens.tolist(), draft.parents.tolist())
 
 
-def _known(turn: DraftTurn) -> TokenTree:
-    """What the last search found to follow, as far as it goes on behind the tokens that came since."""
-    found, since = turn.state.found, turn.state.length - turn.state.found.length
+def _came(turn: DraftTurn, found: FoundTree) -> list[int] | None:
+    """The tokens that came since something was found; None if that must not be drafted from any more."""
+    since = turn.state.length - found.length
     if found.deletions != Deletions.count or not 0 <= since <= len(turn.context):
+        return None
+    came: list[int] = turn.context[len(turn.context) - since :].tolist()
+    return came
+
+
+def _left(turn: DraftTurn) -> list[int]:
+    """What is left of a chain behind the tokens that came since; empty if these are not its first."""
+    found = turn.state.found  # another may take its place meanwhile
+    tokens, came = found.tree.tokens, _came(turn, found)
+    return tokens[len(came) :] if came is not None and tokens[: len(came)] == came else []
+
+
+def _subtree(turn: DraftTurn) -> TokenTree:
+    """The same of a tree."""
+    found = turn.state.found
+    edges, node = {edge: child for child, edge in enumerate(zip(*found.tree, strict=True))}, -1
+    if (came := _came(turn, found)) is None:
         return EMPTY_TREE
-    edges = {edge: child for child, edge in enumerate(zip(*found.tree, strict=True))}
-    node = -1
-    for token in turn.context[len(turn.context) - since :].tolist():
+    for token in came:
         if (node := edges.get((token, node), len(edges))) == len(edges):
             return EMPTY_TREE
     left = within(found.tree, MOST_TOKEN + 1, node)
