@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from agentspec.backends.engine_plugin import drafter
+from agentspec.backends.engine_plugin import drafter, recorder
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
-from tests.backends.conftest import opening, stored
+from tests.backends.conftest import followed_requests, opening, stored
 
 MOST, MAX_LENGTH, EOS = 6, 200, 999
 TEXT = np.arange(100, 160, dtype=np.int32)
@@ -66,6 +68,19 @@ class Server:
         return [tokens.get(name, []) for name in self.req_ids]
 
 
+class GPUModelRunner:
+    """The part of vLLM's class that ours listens to."""
+
+    def __init__(self, server: Server, drafter: SuffixDecodingProposer) -> None:
+        self.input_batch, self.drafter = server, drafter
+
+    def _update_states(self, output: Any) -> None:
+        for name in output.finished_req_ids:
+            self.input_batch.remove(name)
+        for begun in output.scheduled_new_reqs:
+            self.input_batch.add(begun.req_id, np.array(begun.prompt_token_ids, dtype=np.int32))
+
+
 def config() -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
@@ -88,7 +103,11 @@ def bench(monkeypatch: pytest.MonkeyPatch, patient: None) -> Iterator[Bench]:
         bench = Bench(cache, ServerDrafter(opening(cache, pepper="acme"), 1000, chains=True))
         monkeypatch.setattr(proposer, "open_drafter", lambda config: bench.drafter)
         monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
-        monkeypatch.setattr(proposer, "listen_to_scheduler", lambda: None)
+        for name in ("gpu_model_runner", "worker_base"):
+            monkeypatch.setitem(sys.modules, f"vllm.v1.worker.{name}", ModuleType(name))
+        sys.modules["vllm.v1.worker.worker_base"].WorkerBase = type("WorkerBase", (), {})  # type: ignore[attr-defined]
+        listening = type("GPUModelRunner", (GPUModelRunner,), {})  # to be patched
+        sys.modules["vllm.v1.worker.gpu_model_runner"].GPUModelRunner = listening  # type: ignore[attr-defined]
         yield bench
         bench.drafter.close()
 
@@ -124,12 +143,13 @@ class Runner:
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.proposer = bench, SuffixDecodingProposer(config())
+        listening: Any = sys.modules["vllm.v1.worker.gpu_model_runner"]
+        self.vllm = listening.GPUModelRunner(bench.server, self.proposer)
 
     def begin(
         self, name: str, prompt: Tokens, salt: str | None = None, stop: Sequence[str] = ("!",), **extra: Any
     ) -> None:
-        self.bench.server.add(name, prompt)
-        self.proposer.scheduled(scheduled(new(name, prompt, salt, stop, **extra)), self.bench.server)
+        self.vllm._update_states(scheduled(new(name, prompt, salt, stop, **extra)))
         self.bench.drafter.flush()
 
     def step(self, most: int = MOST, /, **tokens: list[int]) -> dict[str, list[int]]:
@@ -139,8 +159,7 @@ class Runner:
         return dict(zip(server.req_ids, drafts, strict=True))
 
     def finish(self, name: str) -> None:
-        self.proposer.finished(scheduled(finished=(name,)), self.bench.server)
-        self.bench.server.remove(name)
+        self.vllm._update_states(scheduled(finished=(name,)))
         self.bench.drafter.flush()
 
 
@@ -436,3 +455,28 @@ def test_a_request_without_what_is_needed_costs_its_own_drafts_only(
     runner.finish("a")
     assert caplog.text.count("goes without drafts") == (given == "no fields")
     assert bench.cache.stats().requests == (given != "another rank")
+
+
+def test_requests_leave_nothing_behind_in_memory(runner: Runner, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of adapters, salted, in groups, with stop strings, cut, aborted, without token ids, or not recorded for want of
+    room; searches end in their round or behind it.
+    """
+    rng, before = random.Random(1), followed_requests()
+    for number in range(100):
+        monkeypatch.setattr(recorder, "WAITING_TOKENS", rng.choice([0, 1 << 20]))
+        monkeypatch.setattr(drafter, "PATIENCE", rng.choice([0.0, 60.0]))
+        begun = []
+        for sample in range(4):
+            salt, stop, most = rng.choice([None, "pepper", "x"]), rng.choice([(), ("!",)]), rng.choice([1, 3, 100])
+            begun.append(new(f"{sample}_{number}", TEXT[: rng.randrange(1, 9)], salt, stop, most))
+            begun[-1].lora_request = rng.choice([None, SimpleNamespace(lora_name="a", lora_path="org/a")])
+            begun[-1].prompt_embeds = rng.choice([None, None, object()])
+        names = [request.req_id for request in begun]
+        runner.vllm._update_states(scheduled(*begun))
+        for _ in range(rng.randrange(3)):
+            sampled = bench.server.sample({name: TEXT[: rng.randrange(4)].tolist() for name in names})
+            runner.proposer.propose(MOST, bench.server, sampled)
+        runner.vllm._update_states(scheduled(finished=(*names,)))
+    del begun
+    assert bench.drafter.flush() and not followed_requests() - before
+    assert not runner.proposer._states and not bench.drafter._recorder._groups and bench.cache.stats().sequences

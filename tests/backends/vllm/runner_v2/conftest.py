@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from agentspec.backends.vllm.proposer import SALT
+from agentspec.backends.vllm.runner_v2.plugin import listen_to_scheduler
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever, SampledTokens
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import opening
 
+RUNNER, WORKER = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.worker_base"
 VOCABULARY, REQUESTS, LONGEST, DRAFTED, EOS = 1000, 128, 256, 4, 1001
 
 
@@ -28,6 +30,18 @@ class NgramGPUSpeculator:
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.device, self.req_states = device, req_states
         self.max_num_reqs, self.max_model_len, self.num_speculative_steps = REQUESTS, LONGEST, DRAFTED
+
+
+class GPUModelRunner:
+    """The part of vLLM's class that ours listens to."""
+
+    def __init__(self, speculator: PassageSpeculator) -> None:
+        self.speculator = speculator
+
+    def add_requests(self, scheduler_output: object) -> None:
+        """Handles them."""
+
+    finish_requests = add_requests
 
 
 class RequestStates:
@@ -101,7 +115,7 @@ class Runner:
     """Runs requests whose answers are given."""
 
     def __init__(self, speculator: PassageSpeculator, late: Late) -> None:
-        self.late = late
+        self.late, self.vllm = late, sys.modules[RUNNER].GPUModelRunner(speculator)
         self.speculator, self.states = speculator, speculator.req_states
         self.answers: dict[str, list[int]] = {}
         self.rows: dict[str, int] = self.states.req_id_to_index
@@ -117,17 +131,18 @@ class Runner:
         self.states.total_len.gpu[row] = len(text)
         self.rows[identity], self.answers[identity] = row, list(answer)
         self.outputs[identity], self.drafts[identity] = list(answer[:done]), []
-        self.speculator.begin([new_request(identity, list(prompt), text, **{"max_tokens": len(answer), **more})])
+        new = new_request(identity, list(prompt), text, **{"max_tokens": len(answer), **more})
+        self.vllm.add_requests(SimpleNamespace(scheduled_new_reqs=[new]))
         self.settle()  # as if reading the prompt took time
 
     def finish(self, *identities: str) -> None:
-        self.speculator.finish(identities)
+        self.vllm.finish_requests(SimpleNamespace(finished_req_ids={*identities}, preempted_req_ids=None))
         for identity in identities:
             del self.rows[identity]
 
     def preempt(self, identity: str) -> None:
         """Its blocks are needed: it begins anew later."""
-        self.speculator.finish((), (identity,))
+        self.vllm.finish_requests(SimpleNamespace(finished_req_ids=set(), preempted_req_ids={identity}))
         del self.rows[identity]
 
     def step(self, settle: bool = True) -> None:
@@ -189,8 +204,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """vLLM's tensor-parallel group: one rank, and not broadcasting."""
     group = SimpleNamespace(world_size=1, rank_in_group=0, sent=[])
     group.broadcast = lambda tensor, src: group.sent.append((tensor.tolist(), src))
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state", RUNNER, WORKER):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules[RUNNER])["GPUModelRunner"] = type("GPUModelRunner", (GPUModelRunner,), {})  # to be patched
+    vars(sys.modules[WORKER])["WorkerBase"] = type("WorkerBase", (), {})
+    listen_to_scheduler()
     parallel = sys.modules["vllm.distributed.parallel_state"]
     monkeypatch.setattr(parallel, "get_tp_group", lambda: group, raising=False)
     monkeypatch.setattr(parallel, "model_parallel_is_initialized", lambda: True, raising=False)
