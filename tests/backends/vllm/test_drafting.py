@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin import drafter as drafting
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
@@ -42,6 +44,16 @@ def test_a_second_answer_is_drafted_from_the_first(drafter: ServerDrafter, cache
     stats = cache.stats()
     assert stats.sequences == 2
     assert stats.accepted > 40
+
+
+def test_text_that_goes_on_as_drafted_waits_for_no_search(drafter: ServerDrafter) -> None:
+    """What comes after a whole draft is searched for while the step runs."""
+    for _ in range(6):
+        answer(drafter, tokens(1, 2, 3), TEXT)
+    searched = partial(REGISTRY.get_sample_value, "agentspec_drafter_searches_total", {"outcome": "done"})
+    before = searched() or 0.0
+    rounds = len(answer(drafter, tokens(4, 5, 3), TEXT, limit=4))
+    assert rounds <= len(TEXT) / 5 + 1 and (searched() or 0.0) - before <= 2
 
 
 def test_a_prediction_is_drafted_from_before_everything_else(drafter: ServerDrafter) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from agentspec.backends.engine_plugin import drafter, recorder
+from agentspec.backends.engine_plugin import drafter
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
@@ -463,7 +463,7 @@ def test_requests_leave_nothing_behind_in_memory(runner: Runner, bench: Bench, m
     """
     rng, before = random.Random(1), followed_requests()
     for number in range(100):
-        monkeypatch.setattr(recorder, "WAITING_TOKENS", rng.choice([0, 1 << 20]))
+        monkeypatch.setattr("agentspec.backends.engine_plugin.recorder.WAITING_TOKENS", rng.choice([0, 1 << 20]))
         monkeypatch.setattr(drafter, "PATIENCE", rng.choice([0.0, 60.0]))
         begun = []
         for sample in range(4):
