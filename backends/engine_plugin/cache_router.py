@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -44,7 +46,10 @@ def open_router(settings: DrafterSettings, model: Any, place: str) -> CacheRoute
 
     Raises `ConfigurationError` and `CacheError`s.
     """
-    chosen, cache = settings.cache, settings.cache.open()
+    chosen = settings.cache
+    if settings.policies and chosen.path:
+        raise ConfigurationError("AGENTSPEC_POLICIES forgets by age, so that it needs a cache of its own: set no path")
+    cache = chosen.open()
     decode = _decoder(model) if chosen.refuse_patterns else None
     logger.info(
         "agentspec drafts for this server, %s: %s, %s in memory, tenant %r",
@@ -66,6 +71,12 @@ def forget(**conditions: Any) -> int:
     return sum(router.forget(**conditions) for router in _open)
 
 
+def new_policy(worker: object = None) -> None:
+    """The model of this process has new weights. Workers of vLLM call it as a method."""
+    for router in _open:
+        router.new_policy()
+
+
 class CacheRouter:
     """Chooses the namespace of the cache in which each request is kept. `forget` is `SuffixCache.forget`."""
 
@@ -80,6 +91,8 @@ class CacheRouter:
         self._settings = settings
         self._decode = decode
         self.forget = cache.forget
+        self._used = False  # since the last weights
+        self._since = deque([time.time()], maxlen=1 + (settings.policies or 0))  # when each policy began
         cache.on_forget(Deletions.note)
         tenants = dict.fromkeys((settings.tenant, *settings.salts.values()))
         self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
@@ -87,7 +100,7 @@ class CacheRouter:
 
     def open(self, state: RequestState, prompt: Tokens) -> RequestCache:
         """Open a request's cache in its tenant's namespace, or a private cache if its salt is not configured."""
-        salts, request = self._settings.salts, state.request
+        salts, request, self._used = self._settings.salts, state.request, True
         if request.salt is not None and request.salt not in salts:
             return PrivateCache(prompt)
         tenant = self._settings.tenant if request.salt is None else salts[request.salt]
@@ -101,6 +114,20 @@ class CacheRouter:
             share=request.share,
             decode=self._decode,
         )
+
+    def new_policy(self) -> None:
+        """The model has new weights: outputs that are older than those of its last `policies` weights are forgotten.
+
+        Weights with which nothing was asked do not count, so that an update may be reported more than once.
+        """
+        if self._settings.policies is None:
+            return
+        if not self._used:
+            self._since.pop()
+        self._since.append(time.time())
+        self._used = False
+        if len(self._since) == self._since.maxlen:
+            self.forget(older_than=time.time() - self._since[0])
 
     def close(self, hung: bool = False) -> None:
         """Close the cache; leave it behind, without waiting for anything, if it hangs."""

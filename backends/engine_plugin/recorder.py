@@ -51,7 +51,7 @@ class CacheRecorder:
         self._held: list[_Asked] = []
         self._holds = False
         self._waiting = 0
-        self._groups: dict[tuple[str | None, str, str], list[RequestState]] = {}
+        self._groups: dict[tuple[object, ...], list[RequestState]] = {}
         self._lock = threading.Lock()
         self._failures = FailureLog(logger, "a request goes on without the token cache")
         self._thread = threading.Thread(target=self._work, name="agentspec-recorder", daemon=True)
@@ -140,8 +140,8 @@ class CacheRecorder:
     def _begin(self, state: RequestState, prompt: Tokens) -> None:
         with self._failures.caught():
             state.cache = self._open(state, prompt)
-            if state.request.group:
-                state.group = self._groups.setdefault(_group(state.request), [])
+            if key := _group(state.request, prompt):
+                state.group_key, state.group = key, self._groups.setdefault(key, [])
                 state.group.append(state)
         state.ready.set()
 
@@ -167,16 +167,20 @@ class CacheRecorder:
         if state in state.group:
             state.group.remove(state)
             if not state.group:
-                del self._groups[_group(state.request)]
+                del self._groups[state.group_key]
         cache, state.cache = state.cache, None
         if cache is not None:
             with self._failures.caught():
                 cache.abandon() if ending is Ending.ABORTED else cache.close(ended=ending is Ending.STOPPED)
 
 
-def _group(request: RequestInfo) -> tuple[str | None, str, str]:
-    """What the requests of a group have in common: no other tenant's are among them."""
-    return request.salt, request.adapter, request.group
+def _group(request: RequestInfo, prompt: Tokens) -> tuple[object, ...]:
+    """What the requests of a group have in common, without a name for it their prompt; empty for one without a group.
+
+    No other tenant's are among them.
+    """
+    common = request.group or (request.store and request.share and prompt.tobytes())
+    return (request.salt, request.adapter, common) if common else ()
 
 
 def wait_ready(states: Sequence[RequestState], seconds: float) -> None:

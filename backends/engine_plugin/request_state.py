@@ -105,8 +105,8 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the server knows of a request. Requests with the same `group`, salt and adapter, such as the samples of one
-    prompt, draft from each other's open outputs.
+    """What the server knows of a request. Requests with the same `group`, salt and adapter draft from each other's open
+    outputs; without a group those with the same prompt, if they are stored and shared.
     """
 
     labels: Labels = field(default_factory=Labels)
@@ -156,8 +156,8 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "cache finished found group length output_length predicted prompt_length ready recorded request source"
-        " stopped tenant tree"
+        "cache finished found group group_key length output_length predicted prompt_length ready recorded request"
+        " source stopped tenant tree"
     ).split()
 
     def __init__(self, length: int, request: RequestInfo) -> None:
@@ -168,7 +168,8 @@ class RequestState:
         self.cache: RequestCache | None = None
         self.ready = threading.Event()  # set also if opening the cache failed
         self.recorded = True  # its output goes to the cache
-        self.group: list[RequestState] = []  # the open requests of its group
+        self.group: list[RequestState] = []  # the open requests of its group,
+        self.group_key: tuple[object, ...] = ()  # which has this key
         self.tenant, self.source = "private", "cache"  # by which drafts are counted
         self.tree = EMPTY_TREE  # the last draft
         self.found = FoundTree(EMPTY_TREE, 0, -1)  # by the last search that ended

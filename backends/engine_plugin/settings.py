@@ -18,6 +18,7 @@ from agentspec.settings_model import SettingsModel
 
 PREFIX = "AGENTSPEC_"
 CACHE = f"{PREFIX}CACHE__"
+POLICIES = f"{PREFIX}POLICIES"
 LOCATIONS = (f"{PREFIX}CACHE_PATH", f"{PREFIX}STORE_URL", f"{CACHE}PATH")
 
 
@@ -28,6 +29,11 @@ class DrafterSettings(SettingsModel):
     namespace: str = Field(default="", description="Names the model, for all servers of it; `AGENTSPEC_NAMESPACE`")
     salts: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         default={}, description="Tenant of each `cache_salt` that is known, as JSON; `AGENTSPEC_<engine>_SALTS`"
+    )
+    policies: int | None = Field(
+        default=None,
+        ge=1,
+        description="Draft from what the model wrote with its present weights and so many before; `AGENTSPEC_POLICIES`",
     )
     cache: CacheSettings = Field(default=CacheSettings(), description="`AGENTSPEC_CACHE__KEY`, and the location")
 
@@ -41,10 +47,18 @@ def enabled(engine: str, environment: Mapping[str, str] = os.environ, *, default
     return chosen in ("on", "1", "true")
 
 
+def default_config(engine: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What an engine speculates with if its program does not say; empty: it does not. Raises `ConfigurationError`."""
+    text = environment.get(name := f"{PREFIX}{engine}_SPECULATIVE_CONFIG", "{}")
+    if not isinstance(config := _json(name, text), dict):
+        raise ConfigurationError(f'{name} must be a JSON object such as {{"method": "suffix"}}, not {text!r}')
+    return config
+
+
 def read_settings(engine: str, environment: Mapping[str, str] = os.environ) -> DrafterSettings:
     """The settings. Raises `ConfigurationError`, naming the variable, for an invalid value."""
     values: dict[str, Any] = {"cache": _cache(environment)}
-    for key in ("tenant", "namespace"):
+    for key in ("tenant", "namespace", "policies"):
         if given := environment.get(f"{PREFIX}{key.upper()}"):
             values[key] = given
     if salts := environment.get(name := f"{PREFIX}{engine}_SALTS"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -11,7 +12,8 @@ from typing import Any
 
 from prometheus_client import Gauge
 
-from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.cache_router import new_policy
+from agentspec.backends.engine_plugin.settings import POLICIES, default_config, enabled, read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement, missing
 from agentspec.backends.vllm.proposer import ENGINE, SALT, STRICT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
@@ -53,7 +55,11 @@ REQUIREMENTS = (
     Requirement("vllm.config.parallel", "ParallelConfig", ("distributed_executor_backend",)),
     Requirement("vllm.distributed.parallel_state", "get_tp_group"),
     Requirement("vllm.distributed.parallel_state", "model_parallel_is_initialized"),
-    Requirement("vllm.distributed.parallel_state", "GroupCoordinator", ("rank_in_group",)),
+    Requirement("vllm.distributed.parallel_state", "GroupCoordinator", ("rank_in_group", "world_size")),
+    Requirement("vllm.distributed.parallel_state", "GroupCoordinator.broadcast_object", ("obj", "src")),
+    Requirement("vllm.engine.arg_utils", "EngineArgs.create_speculative_config"),
+    Requirement("vllm.v1.engine.core", "EngineCore.reset_prefix_cache"),
+    Requirement("vllm.v1.engine.core", "EngineCore", ("model_executor",)),
 )
 """What the drafter calls, replaces or reads inside vLLM."""
 
@@ -75,6 +81,10 @@ def install() -> None:
         _accept_without_arctic()
         _replace_proposer()
         _carry_salts()
+        if config := default_config(ENGINE):
+            _speculate_by_default(config)
+        if os.environ.get(POLICIES):
+            _follow_weights()
     took_over_v2 = took_over and wanted_v2 and _has("Model Runner V2", runner_v2.REQUIREMENTS)
     if took_over_v2:
         runner_v2.take_over()
@@ -129,6 +139,37 @@ def _carry_salts() -> None:
         return data
 
     NewRequestData.from_request = classmethod(from_request)
+
+
+def _speculate_by_default(config: dict[str, Any]) -> None:
+    """Have engines speculate that a program makes without a `speculative_config`, as trainers do."""
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+
+    original = EngineArgs.create_speculative_config
+
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.speculative_config = dict(config) if self.speculative_config is None else self.speculative_config
+        return original(self, *args, **kwargs)
+
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _follow_weights() -> None:
+    """Have the drafters learn of new weights: trainers then reset an engine's prefix cache or name a version."""
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
+
+    for name in ("reset_prefix_cache", "set_weight_version"):
+        if original := getattr(EngineCore, name, None):
+            setattr(EngineCore, name, _then_new_policy(original))
+
+
+def _then_new_policy(original: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        self.model_executor.collective_rpc(new_policy)
+        return result
+
+    return method
 
 
 def drafter_of(speculative: Any, *, took_over: bool, took_over_v2: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget, open_router
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget, new_policy, open_router
 from agentspec.backends.engine_plugin.drafter import DraftTurn, ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, client_fields
 from agentspec.backends.engine_plugin.rounds import FailureLog
@@ -32,15 +32,29 @@ _SAMPLE = re.compile(r"\d+_")  # vLLM writes the number of a sample (`n`) before
 
 
 def drafts_here(config: Any) -> bool:
-    """Whether the scheduler reads this rank's drafts: only those of the first rank in a tensor-parallel group.
+    """Whether this rank drafts: only the first of a tensor-parallel group does.
 
-    Raises `ConfigurationError` if every rank has its own scheduler: drafts depend on timing and would differ.
+    Raises `ConfigurationError` if the stages of a pipeline have schedulers of their own: the last alone has the drafts.
     """
-    if config.parallel_config.distributed_executor_backend == "external_launcher":
-        raise ConfigurationError("agentspec cannot draft under vLLM's external_launcher: use another executor")
+    if _schedules_itself(config) and config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            "agentspec cannot draft under vLLM's external_launcher with pipeline parallelism: use another executor, or"
+            " pipeline_parallel_size=1"
+        )
+    group = tensor_group()
+    return group is None or group.rank_in_group == 0
+
+
+def _schedules_itself(config: Any) -> bool:
+    """Whether each rank has a scheduler of its own, as trainers start them, and all must decide alike."""
+    return bool(config.parallel_config.distributed_executor_backend == "external_launcher")
+
+
+def tensor_group() -> Any:
+    """This rank's tensor-parallel group; None before there is one."""
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
 
-    return not model_parallel_is_initialized() or get_tp_group().rank_in_group == 0
+    return get_tp_group() if model_parallel_is_initialized() else None
 
 
 def open_drafter(config: Any) -> ServerDrafter:
@@ -61,6 +75,8 @@ class SuffixDecodingProposer:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._seeded = not enabled(STRICT)  # this runner's verification gives seeded requests another text
         self._drafter: ServerDrafter | None = open_drafter(vllm_config) if drafts_here(vllm_config) else None
+        group = tensor_group() if _schedules_itself(vllm_config) else None
+        self._ranks = group if group and group.world_size > 1 else None  # of which all schedulers need the same drafts
         self._states: dict[str, RequestState] = {}
         self._failures = FailureLog(logger, "a request goes without drafts")
         self._skip = False  # the scheduler wants no drafts after the step that runs now
@@ -106,6 +122,12 @@ class SuffixDecodingProposer:
         **__: object,
     ) -> list[list[int]]:
         """A draft for each row of the batch; empty for rows whose prompt is not processed yet, or if none is wanted."""
+        drafts = self._drafts(num_speculative_tokens, input_batch, sampled_token_ids)
+        return drafts if self._ranks is None else list(self._ranks.broadcast_object(drafts, src=0))
+
+    def _drafts(
+        self, num_speculative_tokens: int, input_batch: Any, sampled_token_ids: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
             return drafts
@@ -151,6 +173,7 @@ def request_info(new: Any, seeded: bool = True) -> RequestInfo:
     sent, salt = client_fields(sampling.extra_args or {}), getattr(new, SALT, _UNKNOWN)
     sample = _SAMPLE.match(new.req_id)
     sent["group"] = "" if salt == _UNKNOWN else sent["group"] or (new.req_id[sample.end() :] if sample else "")
+    sent["share"] &= salt != _UNKNOWN
     sent["speculation"] &= seeded or sampling.seed is None or sampling.temperature == 0
     return RequestInfo(
         salt=salt,
@@ -164,10 +187,13 @@ def request_info(new: Any, seeded: bool = True) -> RequestInfo:
 
 
 def offer_forget() -> None:
-    """Give vLLM's workers `agentspec_forget` for `collective_rpc`, with the conditions of `SuffixCache.forget`."""
+    """Give vLLM's workers `agentspec_new_policy` for `collective_rpc`, and `agentspec_forget` with the conditions of
+    `SuffixCache.forget`.
+    """
     from vllm.v1.worker.worker_base import WorkerBase  # pyright: ignore[reportMissingImports]
 
     WorkerBase.agentspec_forget = lambda self, **conditions: forget(**conditions)
+    WorkerBase.agentspec_new_policy = new_policy
 
 
 def listen_to_scheduler() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from agentspec.backends.engine_plugin.request_state import Deletions
 from agentspec.backends.engine_plugin.rounds import FailureLog
-from agentspec.backends.vllm.proposer import request_info
+from agentspec.backends.vllm.proposer import request_info, tensor_group
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, Row, SampledTokens, Spare
@@ -51,13 +51,11 @@ class PassageSpeculator:
 
     def open_cache(self, vllm_config: Any) -> None:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
-        from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized  # pyright: ignore[reportMissingImports]
-
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
         if self._retriever is not None:
             self._retriever.pinned = self.device.type != "cpu"
-        self._ranks = get_tp_group() if model_parallel_is_initialized() else None
+        self._ranks = tensor_group()
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
         self._failures = FailureLog(logger, "a request goes without drafts")

@@ -17,6 +17,9 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
+from agentspec.backends.engine_plugin.cache_router import open_router
+from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
+from agentspec.backends.engine_plugin.settings import read_settings
 from agentspec.backends.engine_plugin.source_contract import Requirement
 from agentspec.backends.openai.metrics import DrafterInfo, parse_drafter
 from agentspec.backends.vllm import plugin, proposer
@@ -24,6 +27,7 @@ from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
 from agentspec.errors import ConfigurationError
 from agentspec.version import __version__
+from tests.backends.conftest import stored
 from tests.backends.vllm.conftest import TEXT, Client
 
 
@@ -67,6 +71,24 @@ class PrometheusStatLogger:
         """Logs."""
 
 
+class EngineArgs:
+    def __init__(self, speculative_config: dict[str, Any] | None) -> None:
+        self.speculative_config = speculative_config
+
+    def create_speculative_config(self, target: object) -> dict[str, Any] | None:
+        return self.speculative_config
+
+
+class EngineCore:
+    model_executor = SimpleNamespace(collective_rpc=lambda method: method(WorkerBase()))
+
+    def reset_prefix_cache(self, how: object) -> str:
+        return "reset_prefix_cache"
+
+    def set_weight_version(self, version: object) -> str:
+        return "set_weight_version"
+
+
 class ModelSpeculator:
     """One with a model of its own."""
 
@@ -84,7 +106,11 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm": {},
     "vllm.config": {},
     "vllm.config.speculative": {"has_arctic_inference": lambda: False},
+    "vllm.engine": {},
+    "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
     "vllm.v1": {},
+    "vllm.v1.engine": {},
+    "vllm.v1.engine.core": {"EngineCore": EngineCore},
     "vllm.v1.spec_decode": {},
     "vllm.v1.spec_decode.suffix_decoding": {"SuffixDecodingProposer": object},
     "vllm.v1.core": {},
@@ -140,7 +166,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             setattr(modules[parent], child, module)
         monkeypatch.setitem(sys.modules, name, module)
     patched = [(NewRequestData, "from_request"), (GPUModelRunner, "_update_states")]
-    patched += [(RunnerV2, "add_requests"), (RunnerV2, "finish_requests")]
+    patched += [(RunnerV2, "add_requests"), (RunnerV2, "finish_requests"), (EngineArgs, "create_speculative_config")]
+    patched += [(EngineCore, "reset_prefix_cache"), (EngineCore, "set_weight_version")]
     for owner, name in [*patched, (PrometheusStatLogger, "log_engine_initialized")]:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(plugin, "_installed", False)
@@ -281,9 +308,8 @@ def test_what_lacks_something_is_left_alone(
 
 def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposer, "drafts_here", lambda config: False)
-    config = SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=4), model_config=SimpleNamespace(max_model_len=100)
-    )
+    parallel, shape = SimpleNamespace(distributed_executor_backend="mp"), SimpleNamespace(max_model_len=100)
+    config = SimpleNamespace(parallel_config=parallel, model_config=shape)
     proposers = [SuffixDecodingProposer(config) for _ in range(2)]  # the second must not wrap anew
     hooks: list[str] = []
     for hook in ("finished", "scheduled"):
@@ -293,10 +319,73 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
     assert hooks == ["finished", "scheduled"]
 
 
-def test_ranks_with_schedulers_of_their_own_are_refused() -> None:
-    parallel = SimpleNamespace(distributed_executor_backend="external_launcher")
-    with pytest.raises(ConfigurationError, match="external_launcher"):
-        proposer.drafts_here(SimpleNamespace(parallel_config=parallel))
+def launched(stages: int = 1) -> Any:
+    parallel = SimpleNamespace(distributed_executor_backend="external_launcher", pipeline_parallel_size=stages)
+    return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(max_model_len=100))
+
+
+def test_stages_with_schedulers_of_their_own_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="pipeline_parallel_size=1"):
+        proposer.drafts_here(launched(2))
+
+
+def test_ranks_with_schedulers_of_their_own_get_the_drafts_of_the_first(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted: list[Any] = []
+
+    def drafts(rank: int, given: list[list[int]]) -> Any:
+        def broadcast(made: Any, src: int) -> Any:
+            drafted.extend([made] if rank == src else [])
+            return drafted[-1]
+
+        group = SimpleNamespace(rank_in_group=rank, world_size=2, broadcast_object=broadcast)
+        monkeypatch.setattr(proposer, "tensor_group", lambda: group)
+        monkeypatch.setattr(proposer, "open_drafter", lambda config: None)
+        one = SuffixDecodingProposer(launched())
+        monkeypatch.setattr(one, "_drafts", lambda *_: given)
+        return one.propose(4, None, [[1], [2]])
+
+    assert drafts(0, [[7], [8, 9]]) == drafts(1, [[], []]) == [[7], [8, 9]]
+
+
+def test_engines_of_a_program_that_says_nothing_speculate_as_the_operator_says(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTSPEC_VLLM_SPECULATIVE_CONFIG", '{"method": "suffix", "num_speculative_tokens": 5}')
+    plugin.install()
+    ours, none = {"method": "suffix", "num_speculative_tokens": 5}, {"method": "eagle"}
+    assert [EngineArgs(given).create_speculative_config("model") for given in (None, none)] == [ours, none]
+    monkeypatch.setenv("AGENTSPEC_VLLM_SPECULATIVE_CONFIG", "[5]")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_VLLM_SPECULATIVE_CONFIG must be a JSON object"):
+        monkeypatch.setattr(plugin, "_installed", False)
+        plugin.install()
+
+
+@pytest.mark.parametrize("reported", ["reset_prefix_cache", "set_weight_version"])
+def test_what_old_policies_wrote_is_forgotten(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, reported: str
+) -> None:
+    """An update may be reported more than once, and tokens of the present policy and the one before are drafted."""
+    monkeypatch.setenv("AGENTSPEC_POLICIES", "1")
+    plugin.install()
+    router = open_router(read_settings("VLLM"), model("m"), "here")
+    engine = EngineCore()
+
+    def wrote(token: int) -> None:
+        with router.open(RequestState(1, RequestInfo()), np.array([1], np.int32)) as request:
+            request.extend(np.array([token, token], np.int32))
+
+    kept = []
+    for policy in range(4):
+        wrote(policy)
+        kept.append(stored(router._cache, router._namespaces["default"]))
+        assert getattr(engine, reported)("v") == reported and engine.reset_prefix_cache("again")
+    assert kept == [[[0, 0]], [[0, 0], [1, 1]], [[1, 1], [2, 2]], [[2, 2], [3, 3]]]
+    router.close()
+    monkeypatch.setenv("AGENTSPEC_CACHE_PATH", "/folder")
+    with pytest.raises(ConfigurationError, match="AGENTSPEC_POLICIES"):
+        open_router(read_settings("VLLM"), model("m"), "here")
 
 
 def model(folder: str, **config: object) -> Any:

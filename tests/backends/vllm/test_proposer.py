@@ -28,6 +28,7 @@ from tests.backends.conftest import followed_requests, opening, stored
 MOST, MAX_LENGTH, EOS = 6, 200, 999
 TEXT = np.arange(100, 160, dtype=np.int32)
 OTHER = np.arange(700, 760, dtype=np.int32)
+SAME = np.array([1, 2], dtype=np.int32)
 
 
 @dataclass
@@ -85,6 +86,7 @@ def config() -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
         model_config=SimpleNamespace(max_model_len=MAX_LENGTH, enable_prompt_embeds=False),
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
     )
 
 
@@ -361,6 +363,12 @@ def test_an_output_is_kept_as_it_ended(
         ({"name": "0_r"}, {"name": "1_r"}, True),  # as vLLM names the samples of a request with `n`
         ({"name": "0_r"}, {"name": "1_s"}, False),
         ({"agentspec_group": ["g"]}, {"agentspec_group": ["g"]}, False),
+        ({"prompt": SAME}, {"prompt": SAME}, True),  # as trainers ask for samples
+        ({"prompt": SAME, "agentspec_group": "g"}, {"prompt": SAME}, False),
+        ({"prompt": SAME, "agentspec_store": "off"}, {"prompt": SAME}, False),
+        ({"prompt": SAME}, {"prompt": SAME, "agentspec_share": "off"}, False),
+        ({"prompt": SAME, "salt": "x"}, {"prompt": SAME, "salt": "y"}, False),
+        ({"prompt": SAME, "salt": "?"}, {"prompt": SAME, "salt": "?"}, False),
         ({"agentspec_group": "g", "agentspec_store": "off"}, {"agentspec_group": "g", "agentspec_share": "off"}, True),
         ({"agentspec_group": "g", "salt": "x"}, {"agentspec_group": "g", "salt": "x"}, True),
         ({"agentspec_group": "g", "salt": "x"}, {"agentspec_group": "g", "salt": "y"}, False),
@@ -372,7 +380,7 @@ def test_the_open_outputs_of_a_group_are_drafted_from(
 ) -> None:
     one, two = {"name": "a", **first}, {"name": "b", **second}
     for number, request in enumerate((one, two)):
-        runner.begin(prompt=np.array([1, number], dtype=np.int32), **request)
+        runner.begin(**{"prompt": np.array([1, number], dtype=np.int32), **request})
     runner.step(**{one["name"]: TEXT[:40].tolist()})
     assert bool(runner.step(**{two["name"]: TEXT[5:9].tolist()})[two["name"]]) is together
     runner.finish(one["name"])
