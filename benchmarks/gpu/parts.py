@@ -39,6 +39,9 @@ for package in {" ".join(PACKAGES.values())}; do
   $install $package 'agentspec-inference[torch]' && touch $env/complete || echo "no $package: its parts fail"
   [ $package != {PACKAGES["vllm"]} ] || $install --no-deps {ARCTIC} || echo "without Arctic's suffix tree"
 done
+# SGLang compiles kernels as it starts, where the machine has no compiler of CUDA by that of the wheels.
+command -v nvcc > /dev/null || [ -e /usr/local/cuda/bin/nvcc ] ||
+  export CUDA_HOME="${{CUDA_HOME:-$PWD/env/sglang/lib/{PYTHON}/site-packages/nvidia/cu13}}"
 for env in env/vllm env/sglang; do
   [ -e $env/complete ] && exec $env/bin/python -P -m agentspec.benchmarks.gpu.parts run . "$@"
 done
@@ -46,6 +49,7 @@ echo "No environment could be made from the wheels: see above." >&2
 exit 1
 """
 V2, SUFFIX, NGRAM, EAGLE, HYBRID = "agentspec V2", "Arctic", "ngram_gpu", "EAGLE", "agentspec with EAGLE"
+SHAPES = ((120, "8b"), (85, "3b"), (0, "1b"))  # by the least GiB of device memory
 GOALS = (  # part, requests at once, drafter, against which, and how many times as fast a whole call is to be
     ("vllm-1", 1, V2, NGRAM, 1.3),
     ("vllm-8", 8, V2, NGRAM, 1.2),
@@ -63,7 +67,7 @@ SGLANG = ("none", "NGRAM", "agentspec")  # drafters, each a run of its own
 def _vllm(part: str, *drafters: str, at_once: int = 1) -> list[str]:
     named = [word for drafter in drafters for word in ("--variant", drafter)]
     bounds = ["--start", "150", "--seconds", "200", "--at-once", str(at_once), "--learned", "400"]
-    return ["vllm", "--python", "env/vllm/bin/python", "--shape", "8b", "--part", part, *bounds, *named]
+    return ["vllm", "--python", "env/vllm/bin/python", "--part", part, *bounds, *named]
 
 
 COMMANDS = {  # of `agentspec bench`, but for SGLang's
@@ -74,17 +78,28 @@ COMMANDS = {  # of `agentspec bench`, but for SGLang's
     "vllm-128": _vllm("calls", NGRAM, V2, SUFFIX, at_once=128),
     "hybrid": _vllm("calls", EAGLE, HYBRID),
     **{f"sglang-{drafter}": [drafter, "--seconds", "120"] for drafter in SGLANG},
-    "engine": ["gpu", "--seconds", "200", "--learned", "400"],
+    "engine": ["gpu", "--device", "cuda", "--seconds", "200", "--learned", "400"],
 }
 
 
 def command_of(name: str, folder: Path) -> list[str]:
     """The whole command of a part, to be run in the folder."""
+    shape = fitting_shape() if "--part" in COMMANDS[name] else "8b"
     program = ["env/vllm/bin/agentspec", "bench"]
     if name.startswith("sglang"):
         program = ["env/sglang/bin/python", "-P", "-m", "agentspec.benchmarks.sglang.engine"]
     traces = [word for path in sorted((folder / "data").glob("*.jsonl*")) for word in ("--traces", f"data/{path.name}")]
-    return [*program, *COMMANDS[name], *traces, "--tokenizer", "data", "--json", f"results/{name}.json"]
+    common = ["--shape", shape, *traces, "--tokenizer", "data", "--json", f"results/{name}.json"]
+    return [*program, *COMMANDS[name], *common]
+
+
+def fitting_shape() -> str:
+    """The largest model of which four engines fit side by side on the device; 8b where its memory is not known."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, ValueError, IndexError):
+        asked = subprocess.run(command, capture_output=True, text=True)
+        return next(shape for least, shape in SHAPES if int(asked.stdout.split()[0]) >= least * 1024)
+    return "8b"
 
 
 def prepare(folder: Path, traces: Sequence[Path], tokenizer: Path, *, dry: bool) -> list[str]:
@@ -139,7 +154,12 @@ def _run_part(name: str, folder: Path, seconds: float) -> str:
         return f"FAILED, it took more than {seconds:g} s: see {log}"
     except OSError as error:
         return f"FAILED: {error}"
-    return "done" if result.exists() else f"FAILED with code {code}: see {log}"
+    found = _result(folder, name)
+    lacking = "; ".join(f"{who}: {why}" for who, why in found.get("failed", {}).items())
+    if any(found.get(measured) for measured in ("calls", "answers", "steps")):
+        return f"done, but {lacking}" if lacking else "done"
+    result.unlink(missing_ok=True)
+    return f"FAILED, {lacking or f'with code {code}'}: see {log}"
 
 
 def measured(folder: Path) -> Iterator[dict[str, Any]]:

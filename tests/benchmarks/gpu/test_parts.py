@@ -23,27 +23,30 @@ PROGRAM = f"""#!/bin/sh
 echo "$@" >> asked
 case "$*" in *"--at-once 32"*) exit 3;; *"--at-once 128"*) sleep 600;; esac
 for out; do :; done
+case "$*" in *"with EAGLE"*) echo '{{"failed": {{"EAGLE": "no device"}}}}' > "$out"; exit 1;; esac
 echo '{FOUND}' > "$out"
 """
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, calls_of: Any, tokenizer: Path) -> Path:
     prepare(tmp_path / "gpu", [calls_of("airline", ["so it is"] * 3)], tokenizer, dry=True)
     for program in ("vllm/bin/agentspec", "sglang/bin/python"):
-        path = tmp_path / "gpu" / "env" / program
-        path.parent.mkdir(parents=True)
-        path.write_text(PROGRAM)
-        path.chmod(0o755)
+        write_program(tmp_path / "gpu" / "env" / program, PROGRAM)
     return tmp_path / "gpu"
 
 
 def test_the_script_needs_a_gpu_and_runs_the_parts_that_are_named(folder: Path) -> None:
-    (programs := folder / "programs").mkdir()
+    programs = folder / "programs"
     python = f"programs/{PYTHON}"
     for name, text in (("programs/nvidia-smi", "exit 9"), ("env/vllm/bin/python", 'echo "$@"'), (python, "")):
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, text)
     for engine in ("vllm", "sglang"):
         (folder / "env" / engine / "complete").touch()
 
@@ -65,10 +68,10 @@ def test_the_script_needs_a_gpu_and_runs_the_parts_that_are_named(folder: Path) 
 def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, ["vllm-128"], seconds=0.01) == 1
     (folder / "env/vllm/bin/agentspec").write_text(PROGRAM.replace("sleep 600", "true"))
-    assert run(folder, []) == 1
+    assert run(folder, []) == 2
     said = capsys.readouterr().out
-    assert "vllm-128: FAILED, it took more than 0.01 s" in said and "vllm-32: FAILED with code 3" in said
-    assert said.count(": done") == len(COMMANDS) - 1
+    assert "vllm-128: FAILED, it took more than 0.01 s" in said and "vllm-32: FAILED, with code 3" in said
+    assert said.count(": done") == len(COMMANDS) - 2 and "hybrid: FAILED, EAGLE: no device: see" in said
     rows = json.loads((folder / "results.json").read_text())
     assert [row["ratio"] for row in rows] == [1.5, 1.5, None, 1.5, 1.25, 1.25, None, 1.0, 1.0]
     assert rows[0] == {
@@ -76,7 +79,7 @@ def test_a_part_that_fails_does_not_hold_the_next_one_up(folder: Path, capsys: p
         "device": "a GPU", "ratio": 1.5, "interval": [1.5, 1.5], "calls": 8, "equal": True,
     }  # fmt: skip
     asked = len((folder / "asked").read_text().splitlines())
-    assert run(folder, []) == 1 and len((folder / "asked").read_text().splitlines()) == asked + 1
+    assert run(folder, []) == 2 and len((folder / "asked").read_text().splitlines()) == asked + 2
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if not name.startswith("sglang")])
@@ -84,8 +87,10 @@ def test_each_part_is_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch, n
     plans: list[Any] = []
     for module, function in ((forced, "run_forced"), (local, "run_gpu")):
         monkeypatch.setattr(module, function, lambda plan, progress: plans.append(plan) or pytest.exit.Exception())
+    write_program(folder / "nvidia-smi", "echo 98304")  # MiB: too few for four of the largest model
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.chdir(folder)
     CliRunner().invoke(app, command_of(name, folder)[1:])
     (plan,) = plans
-    assert plan.shape == "8b" and plan.seconds == 200 and plan.traces[0].exists()
+    assert plan.shape == ("8b" if name == "engine" else "3b") and plan.seconds == 200 and plan.traces[0].exists()
     assert name == "engine" or len(plan.chosen()) == 1 + COMMANDS[name].count("--variant")
