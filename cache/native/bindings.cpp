@@ -203,12 +203,6 @@ void bind_index(nb::module_& m) {
                                   found.most_recent);
             },
             "context"_a.noconvert())
-        .def("usage",
-             [](const SuffixIndex& self) {
-                 Usage usage = unlocked([&] { return self.usage(); });
-                 return std::tuple(array_of(std::move(usage.sequences)), array_of(std::move(usage.lengths)),
-                                   array_of(std::move(usage.hits)), array_of(std::move(usage.last_used)));
-             })
         .def_prop_ro("sequence_count", &SuffixIndex::sequence_count, Unlocked())
         .def_prop_ro("token_count", &SuffixIndex::token_count, Unlocked())
         .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
@@ -226,8 +220,6 @@ void bind_index(nb::module_& m) {
                  return std::tuple(work.appended, work.removed, work.locked, work.longest_hold, work.background);
              })
         .def("memory_bytes", &SuffixIndex::memory_bytes)
-        .def("transient_bytes", &SuffixIndex::transient_bytes)
-        .def("peak_bytes", &SuffixIndex::peak_bytes)
         .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes)
         .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
         .def(

@@ -61,7 +61,7 @@ def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[l
     """The outputs in the cache's index, in order."""
     with cache.request([1], namespace=namespace) as request:
         shared = request.indexes[-1][0]
-    return sorted(shared.tokens(number).tolist() for number in shared.usage()[0].tolist())
+    return sorted(shared.tokens(number).tolist() for number in shared.oldest(2**40).tolist())
 
 
 def rows_in(folder: Path, columns: str) -> Sequence[Any]:

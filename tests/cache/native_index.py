@@ -21,15 +21,6 @@ class Successors(NamedTuple):
     most_recent: int | None
 
 
-class Usage(NamedTuple):
-    """One row per sequence. `last_used` is a clock that ticks with every insert and hit."""
-
-    sequences: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    hits: NDArray[np.int64]
-    last_used: NDArray[np.int64]
-
-
 class Work(NamedTuple):
     """Tokens appended and removed, and positions looked at, sorted or moved for it: `locked` while other changes
     waited, `longest_hold` in one go, `background` while nobody waited.
@@ -58,10 +49,6 @@ class NativeIndex(SuffixIndex):
     def successors(self, context: TokensLike) -> Successors:
         tokens, counts, newest = super().successors(as_tokens(context))
         return Successors(tokens, counts, newest if newest >= 0 else None)
-
-
-def usage(index: SuffixIndex) -> Usage:
-    return Usage(*index.usage())
 
 
 def work(index: SuffixIndex) -> Work:

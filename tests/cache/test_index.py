@@ -21,7 +21,7 @@ from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
 from agentspec.cache.tokens import EMPTY
 from agentspec.errors import CacheFormatError, InvalidRequestError
 from agentspec.types import Draft, Source
-from tests.cache.native_index import NativeDrafter, NativeIndex, usage, work
+from tests.cache.native_index import NativeDrafter, NativeIndex, work
 
 
 def index_of(*sequences: list[int]) -> NativeIndex:
@@ -307,8 +307,6 @@ def test_the_least_recently_used_are_known_without_a_search() -> None:
     index.remove([2])
     assert index.oldest(250).tolist() == [3, 4, 5]
     assert index.oldest(10**9).tolist() == [*range(3, 20), 1, 0]
-    used = usage(index)
-    assert index.oldest(10**9).tolist() == used.sequences[np.argsort(used.last_used)].tolist()
 
 
 def test_two_indexes_are_read_in_any_order_without_a_deadlock() -> None:

@@ -9,7 +9,7 @@ from agentspec.cache.partition import TRANSCRIPT, Partition, Session, Sessions
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace, Source
-from tests.cache.native_index import NativeIndex, usage
+from tests.cache.native_index import NativeIndex
 
 
 def partition_with(count: int) -> Partition:
@@ -30,7 +30,7 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
     partition.evict(before * 11 // 20)
     assert partition.memory_bytes() - partition.reclaimable_bytes() < before * 0.7  # before it is given back, too
     partition.merge(lambda: False)
-    left = set(usage(partition.shared).sequences.tolist())
+    left = set(partition.shared.oldest(1 << 40).tolist())
     assert set(range(20)) >= left or left >= set(range(20))
     assert 0 < len(left) <= 20
     assert partition.shared.memory_bytes() <= before * 0.6
@@ -45,7 +45,7 @@ def test_outputs_find_room_where_positions_run_out() -> None:
         tokens = (1000 * sequence + np.arange(500)).astype(np.int32)
         partition.add(SequenceRecord(sequence, Namespace("t"), None, tokens, tokens[:5], 0.0))
         assert index.count(tokens[:64]) == 1
-    kept = sorted(usage(partition.shared).sequences.tolist())
+    kept = sorted(partition.shared.oldest(1 << 40).tolist())
     assert kept == list(range(200 - len(kept), 200)) and len(kept) >= 20
     assert [number for number in range(200) if partition.holds(number)] == kept
     partition.shared.check_integrity()

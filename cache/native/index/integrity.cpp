@@ -85,7 +85,7 @@ void SuffixIndex::check_positions() const {
         }
     }
     require(seen == live_, "pieces and living tokens differ");
-    require(needed + removed_ + truncated_ + log_->discarded() == log_->size(), "the log holds what nobody knows of");
+    require(needed + unneeded_ + log_->discarded() == log_->size(), "the log holds what nobody knows of");
     std::size_t length = 0;
     for (const auto& [id, sequence] : sequences_) {
         require(!sequence.spans.empty(), "a sequence without a place");

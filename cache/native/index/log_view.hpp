@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -23,14 +22,12 @@ inline constexpr int kPadding = kDepth + 2;
 inline constexpr std::size_t kChunk = std::size_t{1} << kChunkBits;  // positions that lie together in memory
 inline constexpr std::size_t kBlock = 16;  // positions that can leave a chunk: a line of the processor's cache
 
-using Marks = std::atomic<std::uint64_t*>;  // a bit for each forgotten token; no array before the first
-
 /// Where the tokens of a chunk lie: in a row or, once text was taken out, block by block. kPadding tokens that stand
 /// before the chunk lie before them.
 struct ChunkView {
     const Token* tokens;
     const std::uint16_t* blocks;  // where each block lies, in blocks; null if all lie in a row
-    const Marks* marks;
+    const std::uint64_t* marks;  // a bit for each forgotten token
     std::uintptr_t origin = 0;  // where the log's first position would lie, if all of it lay in a row with these
 
     /// Of the nth chunk of a log.
@@ -62,8 +59,8 @@ public:
     /// Whether the token there was forgotten.
     bool is_dead(std::size_t position) const {
         const std::size_t offset = position % kChunk;
-        const std::uint64_t* dead = chunks_[position >> kChunkBits].marks->load(std::memory_order_acquire);
-        return dead && __atomic_load_n(dead + offset / 64, __ATOMIC_RELAXED) >> offset % 64 & 1;
+        const std::uint64_t* const word = chunks_[position >> kChunkBits].marks + offset / 64;
+        return __atomic_load_n(word, __ATOMIC_RELAXED) >> offset % 64 & 1;
     }
 
 private:

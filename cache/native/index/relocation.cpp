@@ -13,7 +13,6 @@ Relocation::Relocation(LogView from, std::span<const Piece> pieces) {
 }
 
 std::optional<Position> Relocation::moved(Position position) const {
-    if (position >= rest_) return static_cast<Position>(position - rest_ + rest_to_);
     if (position / kStride >= first_.size()) return {};
     std::size_t i = first_[position / kStride];
     while (i < moves_.size() && moves_[i].end <= position) ++i;

@@ -42,9 +42,6 @@ public:
         }
     }
 
-    /// From place `begin` on everything moves to `to` and behind, as it is.
-    void move_rest(std::size_t begin, std::size_t to) { rest_ = begin, rest_to_ = to; }
-
     /// Where a position is now, if it was moved.
     std::optional<Position> moved(Position position) const;
     /// Where those of the positions are now that were moved, in their order.
@@ -61,7 +58,6 @@ private:
     std::vector<Move> moves_;
     std::vector<std::uint32_t> first_;  // for each stride of positions the first move that ends behind its beginning
     std::size_t size_ = kPadding;
-    std::size_t rest_ = std::size_t{1} << 40, rest_to_ = 0;  // from here on all move by the same distance
 };
 
 }  // namespace agentspec

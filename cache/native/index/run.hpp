@@ -1,7 +1,6 @@
 // Sorted runs: positions that never change, in memory of their own or in a mapped file, with a table over them.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -9,55 +8,43 @@
 #include <utility>
 #include <vector>
 
-#include "index/account.hpp"
 #include "index/run_table.hpp"
 #include "index/sorted_run.hpp"
 #include "storage/mapping.hpp"
 
 namespace agentspec {
 
-/// Where the positions of a run lie. A merge fills it from the front, and gives it back from the front.
+/// Where the positions of a run lie. Readers know how many of them are there.
 class RunStorage {
 public:
-    /// Positions that are there already.
-    RunStorage(Positions positions, const std::shared_ptr<Account>& account);
-    /// Positions in a mapped file.
-    RunStorage(std::shared_ptr<const Mapping> file, std::span<const Position> positions,
-               const std::shared_ptr<Account>& account);
-    /// Room for `capacity` positions, which takes memory as it is filled.
-    RunStorage(std::size_t capacity, const std::shared_ptr<Account>& account);
-    ~RunStorage();
-    RunStorage(const RunStorage&) = delete;
-    RunStorage& operator=(const RunStorage&) = delete;
+    /// In memory of their own. A merge adds to them, as far as their capacity goes.
+    explicit RunStorage(Positions positions) : own_(std::move(positions)), data_(own_.data()) {}
+    RunStorage(std::shared_ptr<const Mapping> file, const Position* positions)
+        : file_(std::move(file)), data_(positions) {}
 
     const Position* data() const { return data_; }
-    Position* room() { return room_; }
+    Positions& own() { return own_; }
     bool is_mapped() const { return file_ != nullptr; }
     /// What `size` of the positions take, without others that are merged or given back.
-    std::size_t bytes_of(std::size_t size) const { return (is_paged() ? size : capacity_) * sizeof(Position); }
-    /// Count the first `size` positions as taken.
-    void fill(std::size_t size);
-    /// Nobody reads the positions before `end` any more.
-    void give_back(std::size_t end);
+    std::size_t memory_bytes(std::size_t size) const { return file_ ? size * sizeof(Position) : bytes_of(own_, size); }
+    /// Let the system have places of its own memory, which nobody reads any more.
+    void give_back(std::size_t begin, std::size_t end) const {
+        if (own_.capacity() * sizeof(Position) >= kPagedBytes) agentspec::give_back(data_ + begin, data_ + end);
+    }
 
 private:
-    bool is_paged() const { return file_ || capacity_ * sizeof(Position) >= kPagedBytes; }
-    void charge();
-
     std::shared_ptr<const Mapping> file_;
-    Positions owned_;
-    Position* room_ = nullptr;
+    Positions own_;
     const Position* data_;
-    std::size_t capacity_, size_, given_back_ = 0;
-    Charge charge_;
 };
 
 /// Part of a run: sorted positions at places first to last of a storage, the latter excluded. Its table, if any, counts
 /// places from the storage's beginning.
 class RunPart {
 public:
-    RunPart(std::shared_ptr<RunStorage> storage, std::size_t last, std::shared_ptr<const RunTable> table)
-        : RunPart(std::move(storage), 0, last, std::move(table)) {}
+    RunPart(std::shared_ptr<RunStorage> storage, std::size_t first, std::size_t last,
+            std::shared_ptr<const RunTable> table)
+        : storage_(std::move(storage)), first_(first), last_(last), table_(std::move(table)) {}
 
     const Position* data() const { return storage_->data(); }
     const RunTable& table() const { return *table_; }
@@ -65,39 +52,18 @@ public:
     std::uint32_t last() const { return static_cast<std::uint32_t>(last_); }
     std::size_t size() const { return last_ - first_; }
     std::span<const Position> positions() const { return {data() + first_, size()}; }
-    std::size_t memory_bytes() const { return storage_->bytes_of(size()) + table_->charged_bytes(); }
+    std::size_t memory_bytes() const { return storage_->memory_bytes(size()) + table_->memory_bytes(); }
     std::size_t mapped_bytes() const { return storage_->is_mapped() ? size() * sizeof(Position) : 0; }
 
-    /// This part up to another place of its storage.
-    RunPart until(std::size_t last, std::shared_ptr<const RunTable> table) const;
     /// This part without its first `count` places.
-    RunPart behind(std::size_t count) const;
-    /// `rest` takes the place of this part: what lies before it is given back when no part that holds it is left.
-    void precede(const RunPart& rest) const;
+    RunPart behind(std::size_t count) const { return {storage_, first_ + count, last_, table_}; }
+    /// How many parts, copies included, are of the same storage.
+    long sharers() const { return storage_.use_count(); }
+    /// Nobody reads what the storage holds before this part: let the system have it.
+    void give_back_before() const { storage_->give_back(0, first_); }
 
 private:
-    /// What can be given back when nobody reads this part, nor any that began earlier. There is one for all parts that
-    /// begin at a place of a storage, or those of an older snapshot would not keep what they read.
-    struct Beginning {
-        explicit Beginning(std::shared_ptr<RunStorage> from) : storage(std::move(from)) {}
-        Beginning(const Beginning&) = delete;  // a copy that ends would give back what is still read
-        Beginning& operator=(const Beginning&) = delete;
-        ~Beginning() { storage->give_back(behind); }
-
-        std::shared_ptr<RunStorage> storage;
-        std::size_t behind = 0;
-        std::shared_ptr<Beginning> next;
-    };
-    RunPart(std::shared_ptr<RunStorage> storage, std::size_t first, std::size_t last,
-            std::shared_ptr<const RunTable> table)
-        : storage_(std::move(storage)),
-          beginning_(std::make_shared<Beginning>(storage_)),
-          first_(first),
-          last_(last),
-          table_(std::move(table)) {}
-
     std::shared_ptr<RunStorage> storage_;
-    std::shared_ptr<Beginning> beginning_;
     std::size_t first_, last_;
     std::shared_ptr<const RunTable> table_;
 };
@@ -106,12 +72,11 @@ private:
 /// what is left of the two, each before the next in the order of contexts or of the log.
 class Run {
 public:
-    /// One part. `positions` must not be empty.
-    Run(LogView log, Positions positions, const std::shared_ptr<Account>& account);
-    Run(LogView log, std::shared_ptr<const Mapping> file, std::span<const Position> positions,
-        const std::shared_ptr<Account>& account);
-    /// Several parts, in the stretch from `older` to `newer`, of which `dead` are known to be dead.
-    Run(std::vector<RunPart> parts, Position oldest, Position newest, std::size_t dead);
+    /// One part: the first `size` positions of a storage, of which there is at least one.
+    Run(LogView log, std::size_t size, std::shared_ptr<RunStorage> storage);
+    Run(LogView log, Positions positions);
+    /// Several parts, in the stretch from `oldest` to `newest`.
+    Run(std::vector<RunPart> parts, Position oldest, Position newest);
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 

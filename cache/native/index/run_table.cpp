@@ -35,12 +35,8 @@ RunTable::RunTable(LogView log, std::span<const Position> run) {
     followers_.shrink_to_fit();
 }
 
-std::shared_ptr<const RunTable> RunTable::over(LogView log, std::span<const Position> run,
-                                               const std::shared_ptr<Account>& account) {
-    if (run.size() < kShort) return none();
-    auto table = std::make_shared<RunTable>(log, run);
-    table->charge_ = std::make_shared<Charge>(account, sizeof(RunTable) + table->memory_bytes());
-    return table;
+std::shared_ptr<const RunTable> RunTable::over(LogView log, std::span<const Position> run) {
+    return run.size() < kShort ? none() : std::make_shared<const RunTable>(log, run);
 }
 
 const std::shared_ptr<const RunTable>& RunTable::none() {
@@ -90,7 +86,8 @@ const RunTable::Wide* RunTable::wide(Token last) const {
 }
 
 std::size_t RunTable::memory_bytes() const {
-    return keys_.capacity() * sizeof(keys_[0]) + wide_.capacity() * sizeof(Wide) +
+    if (empty()) return 0;  // of all short runs
+    return sizeof(*this) + keys_.capacity() * sizeof(keys_[0]) + wide_.capacity() * sizeof(Wide) +
            followers_.capacity() * sizeof(Follower);
 }
 

@@ -5,9 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
-#include "index/account.hpp"
 #include "index/pages.hpp"
 #include "index/sorted_run.hpp"
 
@@ -35,9 +33,7 @@ public:
 
     RunTable() = default;
     RunTable(LogView log, std::span<const Position> run);
-    /// The table over a run, counted on an account.
-    static std::shared_ptr<const RunTable> over(LogView log, std::span<const Position> run,
-                                                const std::shared_ptr<Account>& account);
+    static std::shared_ptr<const RunTable> over(LogView log, std::span<const Position> run);
     /// That of a short run, or of one that is not complete.
     static const std::shared_ptr<const RunTable>& none();
 
@@ -62,11 +58,7 @@ public:
     }
 
     std::size_t memory_bytes() const;
-    /// What it counts on its account.
-    std::size_t charged_bytes() const { return charge_ ? charge_->bytes() : 0; }
-    bool operator==(const RunTable& other) const {
-        return keys_ == other.keys_ && wide_ == other.wide_ && followers_ == other.followers_;
-    }
+    bool operator==(const RunTable&) const = default;
 
 private:
     void add_wide(LogView log, std::span<const Position> run, Token last, Places around);
@@ -76,10 +68,9 @@ private:
     }
 
     std::uint32_t stride_ = 0, count_ = 0;
-    std::vector<std::uint64_t, PageAllocator<std::uint64_t>> keys_;  // of every stride_-th place
-    std::vector<Wide, PageAllocator<Wide>> wide_;  // by token
-    std::vector<Follower, PageAllocator<Follower>> followers_;
-    std::shared_ptr<Charge> charge_;
+    PagedVector<std::uint64_t> keys_;  // of every stride_-th place
+    PagedVector<Wide> wide_;  // by token
+    PagedVector<Follower> followers_;
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.

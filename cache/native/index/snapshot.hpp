@@ -18,7 +18,7 @@ struct Snapshot {
     std::uint64_t generation;  // of the log: positions of another mean other tokens
     std::uint64_t number;      // of this snapshot, among those of all indexes
 
-    /// What its parts take, and nothing else that is on their account.
+    /// What its parts take, to the thread that changes the index.
     std::size_t memory_bytes() const {
         std::size_t total = log->memory_bytes() + (starts ? starts->memory_bytes() : 0);
         for (const auto& run : *runs) total += run->memory_bytes();

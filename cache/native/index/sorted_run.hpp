@@ -18,7 +18,7 @@
 
 namespace agentspec {
 
-using Positions = std::vector<Position, PageAllocator<Position>>;
+using Positions = PagedVector<Position>;
 
 /// The two tokens before `end`, the nearest in the high half: comparing two pairs compares two tokens at once.
 inline std::uint64_t pair_before(const Token* end) {

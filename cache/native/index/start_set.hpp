@@ -5,10 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
-#include <vector>
 
-#include "index/account.hpp"
 #include "index/pages.hpp"
 
 namespace agentspec {
@@ -17,8 +14,7 @@ namespace agentspec {
 /// missed.
 class StartSet {
 public:
-    StartSet(std::size_t most, std::shared_ptr<Account> account)
-        : slots_(std::bit_ceil(2 * most), kNone), charge_(std::move(account), slots_.size() * sizeof(slots_[0])) {}
+    explicit StartSet(std::size_t most) : slots_(std::bit_ceil(2 * most), kNone) {}
 
     bool contains(std::uint64_t pair) const {
         for (std::size_t at = place(pair);; at = (at + 1) & (slots_.size() - 1)) {
@@ -33,11 +29,11 @@ public:
         if (slots_[at] == kNone) ++size_;
         __atomic_store_n(&slots_[at], pair, __ATOMIC_RELAXED);
     }
-    std::size_t memory_bytes() const { return charge_.bytes(); }
+    std::size_t memory_bytes() const { return slots_.size() * sizeof(slots_[0]); }
     /// Whether the set is too full for one more.
     bool full() const { return 2 * (size_ + 1) > slots_.size(); }
-    std::shared_ptr<StartSet> larger(const std::shared_ptr<Account>& account) const {
-        auto copied = std::make_shared<StartSet>(2 * size_ + 8, account);
+    std::shared_ptr<StartSet> larger() const {
+        auto copied = std::make_shared<StartSet>(2 * size_ + 8);
         for (const std::uint64_t pair : slots_) {
             if (pair != kNone) copied->add(pair);
         }
@@ -49,9 +45,8 @@ private:
 
     std::size_t place(std::uint64_t pair) const { return (pair * 0x9E3779B97F4A7C15 >> 20) & (slots_.size() - 1); }
 
-    std::vector<std::uint64_t, PageAllocator<std::uint64_t>> slots_;
+    PagedVector<std::uint64_t> slots_;
     std::size_t size_ = 0;
-    Charge charge_;
 };
 
 }  // namespace agentspec

@@ -17,7 +17,7 @@ namespace agentspec {
 SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Position capacity)
     : tail_limit_(tail), ratio_(ratio), deferred_(deferred), capacity_(capacity) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
-    log_ = TokenLog(account_).with_room(kPadding);
+    log_ = TokenLog().with_room(kPadding);
     log_->append(std::vector<Token>(kPadding, kBoundary));
     prepare(0);
     publish();
@@ -36,7 +36,7 @@ const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
     require_tokens(tokens);
     require_tokens(context);
-    std::vector<std::shared_ptr<const void>> outgrown;
+    std::vector<Retired> outgrown;
     {
         const Hold hold(*this);
         const std::size_t retired = retired_.size();
@@ -78,7 +78,7 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
         add(sequence, begin, std::move(runs));
         work_.appended += tokens.size();
         publish();
-        outgrown = unused(retired);  // little, and so not left to merging
+        outgrown = unread(retired);  // little, and so not left to merging
         due_.store(is_due(), std::memory_order_release);
     }
     settle();
@@ -92,8 +92,11 @@ void SuffixIndex::prepare(std::size_t retiring) {
 
 void SuffixIndex::make_room(std::size_t more) {
     if (log_->size() + more <= log_->capacity()) return;
-    worked(std::min(log_->size(), kChunk) + log_->chunk_count());
-    retired_.push_back(std::exchange(log_, log_->with_room(more)));
+    std::shared_ptr<TokenLog> larger = log_->with_room(more);
+    const bool moved = log_->chunk_count() > 0 && &larger->chunk(0) != &log_->chunk(0);
+    worked((moved ? log_->size() : 0) + log_->chunk_count());
+    const std::size_t bytes = moved ? log_->chunk(0).memory_bytes() : 0;
+    retire(std::exchange(log_, std::move(larger)), bytes);
 }
 
 /// Write what stands before a new piece at the end of the log.
@@ -105,7 +108,7 @@ void SuffixIndex::write_start(const Sequence& sequence, std::span<const Token> c
     worked(prefix.size() + 1);
     if (prefix.empty()) return;
     if (!starts_ || starts_->full()) {
-        starts_ = starts_ ? starts_->larger(account_) : std::make_shared<StartSet>(4, account_);
+        starts_ = starts_ ? starts_->larger() : std::make_shared<StartSet>(4);
     }
     starts_->add(pair_before(log_->view() + log_->size()));
 }
@@ -125,7 +128,7 @@ std::shared_ptr<const Runs> SuffixIndex::runs_with(Position begin) const {
         runs->pop_back();
     }
     worked(2 * positions.size());
-    runs->push_back(std::make_shared<Run>(log, std::move(positions), account_));
+    runs->push_back(std::make_shared<Run>(log, std::move(positions)));
     return runs;
 }
 
@@ -138,7 +141,7 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
     sequence.length += end - begin;
     live_ += end - begin;
     worked(end - begin);
-    if (runs->size() == runs_->size()) retired_.push_back(runs_->back());
+    if (runs->size() == runs_->size()) retire(runs_->back(), runs_->back()->memory_bytes());
     runs_ = std::move(runs);
     merge_newest();
 }
@@ -147,20 +150,23 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
 void SuffixIndex::publish() {
     static std::atomic<std::uint64_t> numbers{0};
     *blank_ = {log_, runs_, starts_, generation_, ++numbers};
+    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
+    needed_bytes_ = sizeof(*this) + blank_->memory_bytes() + pieces_.capacity() * sizeof(Piece) +
+                    sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
+    reclaimable_bytes_ = reclaimable();
+    due_.store(is_due(), std::memory_order_release);
     std::shared_ptr<const Snapshot> next = std::exchange(blank_, nullptr);
     {
         const std::lock_guard lock(publishing_);
         snapshot_.swap(next);
     }
-    next.reset();
-    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
-    catalogue_bytes_ = pieces_.capacity() * sizeof(Piece) + buried_.capacity() * sizeof(Span) +
-                       sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
-    reclaimable_ = reclaimable();
-    due_.store(is_due(), std::memory_order_release);
 }
 
-bool SuffixIndex::is_due() const { return !retired_.empty() || merging_end_ > 0 || !next_job().none(); }
+/// Let go of what readers may still hold, for which there was made room; they alone then keep so many bytes.
+void SuffixIndex::retire(std::shared_ptr<const void> item, std::size_t bytes) {
+    retired_.push_back({std::move(item), bytes});
+    retired_bytes_ += bytes;
+}
 
 std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
     const std::lock_guard lock(publishing_);
@@ -177,17 +183,17 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
         const Hold hold(*this);
         Sequence& sequence = at(id);
         if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
-        prepare_to_bury(spans_behind(sequence, length));
+        prepare(0);
         while (sequence.length > length) {
             Span& last = sequence.spans.back();
             const auto excess = static_cast<Position>(std::min(sequence.length - length, last.size()));
             bury({last.end - excess, last.end});
-            truncated_ += excess;
+            unneeded_ += excess;
             last.end -= excess;
             piece_of(last.begin)->end = last.end;
             sequence.length -= excess;
             if (last.size() > 0 || sequence.spans.size() == 1) continue;
-            truncated_ += forget_piece(last.begin);
+            unneeded_ += forget_piece(last.begin);
             sequence.spans.pop_back();
         }
         publish();
@@ -198,20 +204,13 @@ void SuffixIndex::truncate(SequenceId id, std::size_t length) {
 void SuffixIndex::remove(std::span<const SequenceId> sequences) {
     {
         const Hold hold(*this);
-        std::vector<Span> gone;
-        for (const SequenceId id : sequences) {
-            const auto found = sequences_.find(id);
-            if (found != sequences_.end()) {
-                gone.insert(gone.end(), found->second.spans.begin(), found->second.spans.end());
-            }
-        }
-        prepare_to_bury(gone);
+        prepare(0);
         for (const SequenceId id : sequences) {
             const auto found = sequences_.find(id);
             if (found == sequences_.end()) continue;
             for (const Span& span : found->second.spans) {
                 bury(span);
-                removed_ += span.size() + forget_piece(span.begin);
+                unneeded_ += span.size() + forget_piece(span.begin);
             }
             work_.removed += found->second.length;
             unlink(found->second);
@@ -222,31 +221,12 @@ void SuffixIndex::remove(std::span<const SequenceId> sequences) {
     settle();
 }
 
-/// What of a sequence's spans lies behind `length` tokens.
-std::vector<SuffixIndex::Span> SuffixIndex::spans_behind(const Sequence& sequence, std::size_t length) {
-    std::vector<Span> out;
-    std::size_t excess = sequence.length - std::min(length, sequence.length);
-    for (auto span = sequence.spans.rbegin(); excess > 0; ++span) {
-        const std::size_t some = std::min(excess, span->size());
-        out.push_back({static_cast<Position>(span->end - some), span->end});
-        excess -= some;
-    }
-    return out;
-}
-
-void SuffixIndex::prepare_to_bury(std::span<const Span> spans) {
-    prepare(0);
-    for (const Span& span : spans) log_->make_marks(span.begin, span.end);
-    if (rewriting_) reserve_for(buried_, spans.size());
-}
-
 /// Mark living tokens as forgotten, and count them in the run that holds them.
 void SuffixIndex::bury(Span span) {
     if (span.size() == 0) return;
     log_->bury(span.begin, span.end);
     live_ -= span.size();
     worked(span.size() / 64 + 1);
-    if (rewriting_) buried_.push_back(span);
     for (const auto& run : *runs_) {
         const std::size_t from = std::max(span.begin, run->oldest());
         const std::size_t to = std::min<std::size_t>(span.end, std::size_t{run->newest()} + 1);
@@ -393,19 +373,6 @@ std::size_t SuffixIndex::token_count() const {
     return live_;
 }
 
-Usage SuffixIndex::usage() const {
-    const Hold hold(*this);
-    worked(sequences_.size());
-    Usage out;
-    for (const auto& [id, sequence] : sequences_) {
-        out.sequences.push_back(id);
-        out.lengths.push_back(static_cast<std::int64_t>(sequence.length));
-        out.hits.push_back(sequence.hits);
-        out.last_used.push_back(sequence.last_used);
-    }
-    return out;
-}
-
 std::vector<SequenceId> SuffixIndex::oldest(std::size_t tokens) const {
     const Hold hold(*this);
     std::vector<SequenceId> out;
@@ -416,19 +383,6 @@ std::vector<SequenceId> SuffixIndex::oldest(std::size_t tokens) const {
     }
     worked(out.size());
     return out;
-}
-
-std::size_t SuffixIndex::memory_bytes() const {
-    const std::size_t parts = account_->bytes();
-    return sizeof(*this) + parts - std::min<std::size_t>(parts, transient_) + catalogue_bytes_;
-}
-
-std::size_t SuffixIndex::reclaimable_bytes() const { return reclaimable_ + unneeded_bytes(); }
-
-/// What is there only because it is being merged, or older snapshots hold it.
-std::size_t SuffixIndex::unneeded_bytes() const {
-    const std::size_t needed = snapshot()->memory_bytes() + transient_, parts = account_->bytes();
-    return parts - std::min(parts, needed);
 }
 
 std::size_t SuffixIndex::mapped_bytes() const {

@@ -23,7 +23,6 @@
 #include <utility>
 #include <vector>
 
-#include "index/account.hpp"
 #include "index/query.hpp"
 #include "index/relocation.hpp"
 #include "index/sizes.hpp"
@@ -38,11 +37,6 @@ struct Successors {
     std::vector<Token> tokens;          // ascending
     std::vector<std::int64_t> counts;   // of the token at the same place
     Token most_recent = kBoundary;      // kBoundary where there is none
-};
-
-struct Usage {
-    std::vector<SequenceId> sequences;
-    std::vector<std::int64_t> lengths, hits, last_used;  // last_used: a clock that ticks with every insert and hit
 };
 
 /// Work of an index since it was made, in positions looked at, moved or searched for.
@@ -123,18 +117,13 @@ public:
     std::size_t sequence_count() const;
     std::size_t token_count() const;
     std::size_t run_count() const { return snapshot()->runs->size(); }
-    Usage usage() const;
     /// The least recently used sequences, that one first, which together hold at least `tokens` tokens; or all.
     std::vector<SequenceId> oldest(std::size_t tokens) const;
     /// Bytes held by the index, a mapped file and what drafts still read included. Constant time.
-    std::size_t memory_bytes() const;
-    /// Bytes that the rewriting of a log takes in addition, for as long as it lasts. Constant time.
-    std::size_t transient_bytes() const { return transient_; }
-    /// The most bytes that the index's parts ever took at a time, copies in passing included.
-    std::size_t peak_bytes() const { return sizeof(*this) + account_->most() + catalogue_bytes_; }
+    std::size_t memory_bytes() const { return needed_bytes_ + retired_bytes_; }
     /// Bytes of them that merge steps which are due will give back. Removed text is among them once there is enough of
-    /// it to be worth the work; and what is being merged, or older snapshots still hold. Linear in the number of runs.
-    std::size_t reclaimable_bytes() const;
+    /// it to be worth the work, and what older snapshots still hold. Constant time.
+    std::size_t reclaimable_bytes() const { return reclaimable_bytes_ + retired_bytes_; }
     /// Bytes of the index in pages of a mapped file.
     std::size_t mapped_bytes() const;
     Work work() const;
@@ -175,24 +164,25 @@ private:
     struct Job {
         std::size_t first = 0, end = 0;  // runs to merge
         bool rewrite = false;  // the log, and so everything
-        bool squeeze = false;  // chunks of the log
-        bool none() const { return !rewrite && !squeeze && first == end; }
+        bool reclaim = false;  // text, or to begin with it
+        bool none() const { return !rewrite && !reclaim && first == end; }
     };
-    /// Taking unneeded text out of the log, chunk by chunk.
-    struct Squeeze {
-        std::vector<bool> needed;  // a block of the log
-        std::size_t next = 0, end = 0;  // chunks: the next, and the one behind the last
+    /// Giving back text that was removed before this began: runs let go of it, then it is taken out of the log.
+    struct Reclaim {
+        std::vector<bool> needed;  // a block of the log: of living pieces, with what stands around them
+        std::size_t left;  // places that nothing needs
+        std::size_t run = 0;  // those before it let go of the text
+        std::size_t chunk = 0, end = 0;  // of the log: the next, and the one behind the last
 
         void need(std::size_t begin, std::size_t behind) {
             const auto last = std::min((behind - 1) / kBlock + 1, needed.size());
             for (std::size_t block = begin / kBlock; block < last; ++block) needed[block] = true;
         }
-        std::vector<bool> blocks_of(std::size_t nth) const {
-            const auto first = needed.begin() + static_cast<std::ptrdiff_t>(nth * (kChunk / kBlock));
-            return {first, first + kChunk / kBlock};
-        }
-        /// How many places of the nth chunk go, if that is worth a copy; else 0.
-        std::size_t gain(std::size_t nth, const LogChunk& chunk) const;
+    };
+    /// What readers may still hold that the index does not, and what they alone keep of it.
+    struct Retired {
+        std::shared_ptr<const void> item;
+        std::size_t bytes;
     };
     /// A merge of one or two runs in pieces: what is merged, and what is left of them.
     struct Merge {
@@ -229,34 +219,28 @@ private:
         if (items.capacity() - items.size() < more) items.reserve(std::max(2 * items.size(), items.size() + more));
     }
     void prepare(std::size_t retiring);
-    void prepare_to_bury(std::span<const Span> spans);
+    void retire(std::shared_ptr<const void> item, std::size_t bytes);
     void make_room(std::size_t more);
     void write_start(const Sequence& sequence, std::span<const Token> context);
     std::shared_ptr<const Runs> runs_with(Position begin) const;
     void add(Sequence& sequence, Position begin, std::shared_ptr<const Runs> runs);
     void merge_newest();
-    static std::vector<Span> spans_behind(const Sequence& sequence, std::size_t length);
     void bury(Span span);
     std::size_t forget_piece(Position begin);
     Job next_job() const;
-    bool is_due() const;
-    bool held_back();
-    std::size_t unneeded_bytes() const;
-    std::vector<std::shared_ptr<const void>> unused(std::size_t from);
-    static bool filter_due(const Run& run);
+    bool is_due() const { return !retired_.empty() || merging_end_ > 0 || !next_job().none(); }
+    std::vector<Retired> unread(std::size_t from);
+    std::size_t living() const { return log_->size() - log_->discarded() - unneeded_; }
     bool rewrite_due() const;
-    bool squeeze_due() const;
-    std::size_t dead_in_runs() const;
-    std::size_t discardable() const;
-    void take_chunk(std::size_t nth, std::shared_ptr<LogChunk> squeezed);
+    bool reclaim_due() const;
+    bool filter_due(std::size_t nth) const;
     std::size_t reclaimable() const;
     std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
-    void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped);
-    void exchange(std::shared_ptr<TokenLog> log, Relocation& relocation, Runs runs,
-                  std::span<const Relocation::Piece> moved, std::size_t known, std::size_t rest);
-    void move_pieces(const Relocation& relocation, std::span<const Relocation::Piece> moved, std::size_t known,
-                     std::vector<Piece> pieces);
-    std::shared_ptr<StartSet> empty_starts(std::size_t pieces) const;
+    void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped,
+                 std::size_t bytes);
+    void rewrite();
+    void begin_reclaim();
+    std::shared_ptr<StartSet> starts_for(std::size_t pieces) const;
     std::size_t find_starts(std::shared_ptr<StartSet> starts);
     void publish();
     void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
@@ -267,10 +251,9 @@ private:
     void merge(const Snapshot& from, Job job);
     void begin_merge(const Snapshot& from, Job job);
     void go_on();
-    void rewrite();
-    void begin_squeeze();
     void squeeze();
-    std::vector<std::shared_ptr<const void>> free_retired();
+    bool held_back();
+    void free_retired();
 
     std::shared_ptr<const Run> merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
                                       std::size_t& dropped) const;
@@ -284,14 +267,13 @@ private:
     const std::size_t tail_limit_, ratio_;
     const bool deferred_;
     const std::size_t capacity_;  // positions
-    const std::shared_ptr<Account> account_ = std::make_shared<Account>();
     mutable std::mutex merging_;  // held by the one thread that merges, before the next
     mutable std::mutex changing_;  // held to change the index, for work in proportion to the tokens given
     mutable std::mutex publishing_;  // held to copy or exchange one pointer
     std::shared_ptr<const Snapshot> snapshot_;
     std::shared_ptr<Snapshot> blank_;  // the next
     std::atomic<bool> due_{false};
-    std::atomic<std::size_t> catalogue_bytes_{0}, reclaimable_{0}, transient_{0};
+    std::atomic<std::size_t> needed_bytes_{0}, retired_bytes_{0}, reclaimable_bytes_{0};
 
     std::shared_ptr<TokenLog> log_;  // after the tokens of a span there is a boundary, dead tokens, or the log ends
     std::uint64_t generation_ = 0;  // of the log
@@ -304,13 +286,10 @@ private:
     std::size_t merging_end_ = 0;  // number of the runs at the beginning that a merge is at work on
     std::shared_ptr<StartSet> starts_;  // the pairs of tokens before pieces, some of pieces that are gone
     std::size_t live_ = 0;  // tokens of all sequences
-    std::size_t removed_ = 0, truncated_ = 0;  // places of the log that are there, and that nothing needs any more
-    std::size_t scattered_ = 0;  // of them, those that were left, or will be, when chunks were last looked at
-    std::optional<Squeeze> squeeze_;  // under merging_
-    bool squeezing_ = false;
-    bool rewriting_ = false;
-    std::vector<Span> buried_;  // since the rewriting of the log began
-    std::vector<std::shared_ptr<const void>> retired_;  // given back once nobody reads it, and never by a reader
+    std::size_t unneeded_ = 0;  // places of the log that are there, and that nothing needs any more
+    std::size_t left_ = 0;  // of them, those that were not worth a copy when text was last given back
+    std::unique_ptr<Reclaim> reclaim_;  // changed under merging_ too
+    std::vector<Retired> retired_;  // given back once nobody reads it, and never by a reader
     mutable Work work_;
     mutable std::size_t hold_ = 0;
 };

@@ -139,10 +139,9 @@ Positions moved(const Relocation& relocation, LogView log, const Run& run) {
 
 /// A view of tokens that lie in a row.
 std::vector<ChunkView> chunks_of(const Token* tokens, std::size_t size) {
-    static const Marks kNone{nullptr};
     std::vector<ChunkView> chunks;
     for (std::size_t nth = 0; nth * kChunk < size; ++nth) {
-        chunks.push_back(ChunkView{tokens + nth * kChunk, nullptr, &kNone}.nth(nth));
+        chunks.push_back(ChunkView{tokens + nth * kChunk, nullptr, nullptr}.nth(nth));
     }
     return chunks;
 }
@@ -192,12 +191,13 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
     auto index = std::make_unique<SuffixIndex>(kTail, kRatio, deferred);
     const Hold hold(*index);
     index->take_records(parts.sequences, parts.pieces);
-    index->log_ = std::make_shared<TokenLog>(parts.file, parts.log_offset, parts.log.size(), index->account_);
+    index->log_ = std::make_shared<TokenLog>(parts.file, parts.log_offset, parts.log.size());
     if (!parts.run.empty()) {
+        auto positions = std::make_shared<RunStorage>(parts.file, parts.run.data());
         index->runs_ = std::make_shared<Runs>(
-            Runs{std::make_shared<Run>(index->log_->view(), parts.file, parts.run, index->account_)});
+            Runs{std::make_shared<Run>(index->log_->view(), parts.run.size(), std::move(positions))});
     }
-    index->removed_ = index->log_->size() - index->find_starts(index->empty_starts(parts.pieces.size()));
+    index->unneeded_ = index->log_->size() - index->find_starts(index->starts_for(parts.pieces.size()));
     index->live_ = parts.run.size();
     index->prepare(0);
     index->publish();

@@ -282,12 +282,12 @@ void race(std::uint64_t seed, int outputs) {
     };
     const auto look = [&] {
         while (!done) {
-            const Usage usage = index.usage();
-            const Frozen frozen = index.freeze(usage.sequences);
+            const std::vector<SequenceId> sequences = index.oldest(~std::size_t{0});
+            const Frozen frozen = index.freeze(sequences);
             require(index.memory_bytes() > 0 && frozen.log.size() >= frozen.run.size(), "sizes");
-            if (!usage.sequences.empty()) {
+            if (!sequences.empty()) {
                 try {
-                    index.tokens(usage.sequences[0]);
+                    index.tokens(sequences[0]);
                 } catch (const std::out_of_range&) {  // removed meanwhile
                 }
             }
