@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _IDLE_SECONDS = 60.0  # a namespace that no request used for so long may leave memory as a whole
 _PATIENCE = 1.0  # seconds that loading waits, at most, for memory that others have given up but not merged away
 _READING = 0.001  # seconds until merges are tried again that drafts held up, or that have come up meanwhile
+_PIECES = 8  # that a request merges at a time, where memory is full: the maintenance thread does the rest
 _TRIED = 16  # namespaces that are looked at, at most, for one that can give something
 
 
@@ -97,7 +98,7 @@ class Eviction:
         for one in (partition, *others):
             if self._table.total + wanted <= self._table.limit:
                 return
-            one.merge(lambda: False, wait=one is partition)
+            one.merge(lambda: False, pieces=_PIECES)
             if one.lock.acquire(blocking=one is partition):
                 try:
                     self._table.book(one)
@@ -147,9 +148,7 @@ class Eviction:
         if not victim.lock.acquire(blocking=wait):
             return False
         try:
-            if victim.shared.merging_due:  # what is not merged takes more than it will
-                victim.merge(lambda: self._table.stopping, wait=wait)
-                self._table.book(victim)
+            self._table.book(victim)
             over = excess()
             if over <= 0 or victim.retired or (self._may_leave(victim) and self._table.leave(victim)):
                 return True

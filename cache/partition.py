@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 
@@ -228,15 +228,16 @@ class Partition:
         """Bytes of text that is gone, among `memory_bytes`: merging gives them back."""
         return self.shared.reclaimable_bytes()
 
-    def merge(self, enough: Callable[[], bool], *, wait: bool = True) -> None:
+    def merge(self, enough: Callable[[], bool], *, pieces: int | None = None) -> None:
         """Do the work that adding and deleting have put off, a piece at a time, until `enough()`.
 
-        Only one thread does it at a time; without `wait` the others leave it to that one. No lock need be held.
+        Only one thread does it at a time: with a limit of `pieces`, the others leave it to that one. No lock need be
+        held.
         """
-        if self.merging.acquire(blocking=wait):
+        if self.merging.acquire(blocking=pieces is None):
             try:
-                while not enough() and self.shared.merge_step():
-                    pass
+                left = count() if pieces is None else range(pieces)
+                any(enough() or not self.shared.merge_step() for _ in left)
             finally:
                 self.merging.release()
 
