@@ -176,7 +176,7 @@ def retrieval(
     from agentspec.benchmarks.retrieval.bases import Bases, read_questions
 
     if count < MIN_PAIRS:
-        raise typer.BadParameter(f"fewer than {MIN_PAIRS} questions say nothing", param_hint="--count")
+        raise typer.BadParameter(f"at least {MIN_PAIRS} questions are needed", param_hint="--count")
     asked = read_questions(questions, count)
     if len(asked) < MIN_PAIRS:
         held = plural(len(asked), "line")

@@ -58,7 +58,7 @@ _TROUBLES = {
     "erasure_pending": "still to be erased",
 }
 
-app = command_group("Look into the token cache, fill it, look after it, or make it forget.")
+app = command_group("Show, fill, check and delete from the token cache.")
 
 
 @app.command()
@@ -90,7 +90,7 @@ def forget(
     path: PathOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Forget what all the options given hold for, on disk and in the servers that use the folder. For good."""
+    """Delete outputs that match all given options, on disk and in the servers that use the folder."""
     from agentspec.cache import SuffixCache
 
     settings = load(config)
@@ -124,8 +124,8 @@ def forget(
         raise typer.Exit(FAILED)
     if json:
         return
-    typer.echo(f"The database now takes {left} bytes. Servers that use it drop what went within seconds;")
-    typer.echo("backups, logs and upstream servers keep what they have: see docs/cache.md, Forgetting.")
+    typer.echo(f"The database now takes {left} bytes. Servers that use it drop the deleted text within seconds;")
+    typer.echo("backups, logs and upstream servers keep their copies: see docs/cache.md, Forgetting.")
 
 
 def _wait_for_erasure(opened: SuffixCache) -> bool:
@@ -193,7 +193,7 @@ def verify(config: ConfigOption = None, path: PathOption = None, json: JsonOptio
 
 @app.command()
 def compact(config: ConfigOption = None, path: PathOption = None, json: JsonOption = False) -> None:
-    """Give back what the cache on disk does not need. Refused while a server writes to the folder."""
+    """Free unused space of the cache on disk. Refused while a server writes to the folder."""
     from agentspec.cache import SuffixCache
 
     folder = folder_of(load(config), path)
@@ -268,7 +268,7 @@ def import_files(
     path: PathOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Remember the answers of recorded calls, so that the first request of the day finds them.
+    """Store the answers of recorded calls, so that the first requests find drafts.
 
     Reads conversations, logged calls of OpenAI's and Anthropic's APIs, the sessions that coding agents keep (Claude
     Code, Codex), and traces. Keys and passwords are replaced by [REDACTED] first. All files are read before anything is

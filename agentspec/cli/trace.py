@@ -33,7 +33,7 @@ def show(
     from agentspec.proxy.ui.runs import MOST_CALLS, listed, read_run
 
     if html is not None and run is None:
-        raise typer.BadParameter("say which run the file is to show", param_hint="RUN")
+        raise typer.BadParameter("name the run to write to the file", param_hint="RUN")
     settings = load(config)
     folder, retention = folder_of(settings, path), settings.cache.runs_retention
     with SuffixCache.open(folder, mode="follower", memory_bytes=MEMORY, runs_retention=retention) as cache:

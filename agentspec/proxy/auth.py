@@ -128,7 +128,7 @@ class HostCheck:
         """
         headers = scope["headers"]
         if len(headers) > MAX_HEADERS:
-            raise HeadersTooLargeError(f"a request's head may have {MAX_HEADERS} headers")
+            raise HeadersTooLargeError(f"a request may have at most {MAX_HEADERS} headers")
         hosts, origins = ([value for name, value in headers if name == one] for one in (b"host", b"origin"))
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
             raise InvalidRequestError(f"the request has {len(hosts)} Host headers; send one")

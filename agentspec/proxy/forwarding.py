@@ -218,7 +218,7 @@ async def _content(response: UpstreamResponse, answer: RequestAnswer, body: Requ
     if response.status in (401, 403) and (response.own_key or answer.has_gateway_key):
         raise refused_key(f"upstream {response.name}")
     if answer.stream and response.is_encoded:
-        raise UpstreamError(f"upstream {response.name} sent a compressed stream, which was not asked for")
+        raise UpstreamError(f"upstream {response.name} sent a compressed stream, though none was requested")
     return content if failed or answer.stream else await response.aread(room=body.wait_for)
 
 

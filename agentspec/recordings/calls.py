@@ -63,7 +63,7 @@ def seconds_in(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     if not math.isfinite(value):
-        raise ValueError(f"{value} is no time")
+        raise ValueError(f"{value} is not a time")
     return float(value)
 
 

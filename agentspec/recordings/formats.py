@@ -59,7 +59,7 @@ def detect(path: Path) -> Format:
                 return format_
         except CUT_OR_DAMAGED as error:
             raise ConfigurationError(f"{path}: cannot be read: {error}") from None
-    raise ConfigurationError(f"{path}: no format that is known here; name it with --format ({', '.join(Format)})")
+    raise ConfigurationError(f"{path}: unknown format; name it with --format ({', '.join(Format)})")
 
 
 def _recognised(head: bytes, place: str) -> Format | None:

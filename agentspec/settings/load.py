@@ -203,7 +203,7 @@ def refuse_secrets(file: Mapping[str, Any], path: Path | None) -> None:
         if key[-1] in _SECRETS:
             variable = "PGPASSWORD" if key[0] == "cache" else _variable_of(key)
             advice = f"Set {variable}, or name a file in {'.'.join(key)}_file"
-            raise ConfigurationError(f"{named} must not stand in a file: {reason}. {advice}")
+            raise ConfigurationError(f"{named} must not be in a configuration file: {reason}. {advice}")
         if isinstance(value, str) and (without_password(value) != value or _has_login(value)):
             name = "password" if key[0] == "cache" else "api_key"
             advice = f"Name a file in {'.'.join(key[:2] if key[0] != 'cache' else key[:1])}.{name}_file"

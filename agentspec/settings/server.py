@@ -50,7 +50,7 @@ class ApiKey(RateLimits):
     @model_validator(mode="after")
     def _operators_have_no_limits(self) -> Self:
         if self.role == "operator" and not self.unlimited:
-            raise ValueError("an operator's key uses no models, so limits on it do nothing: leave them out")
+            raise ValueError("an operator's key cannot use models, so limits have no effect: remove them")
         return self
 
     @property

@@ -150,7 +150,7 @@ class OpenAIBackend(Upstream):
             yield decode_json(await self._checked(response, MAX_CHOICE_BYTES, room), self.endpoint.name)
             return
         if response.is_encoded:
-            raise UpstreamError(f"upstream {self.endpoint.name} sent a compressed stream, which was not asked for")
+            raise UpstreamError(f"upstream {self.endpoint.name} sent a compressed stream, though none was requested")
         decoder = SseDecoder()
         async with aclosing(response.aiter_raw()) as pieces:
             async for piece in pieces:

@@ -81,7 +81,7 @@ class SentenceEncoder:
         return Capabilities(context_length=self.max_tokens, routes=(EMBEDDINGS,))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
-        raise InvalidRequestError("this model embeds texts and answers nothing", param="model")
+        raise InvalidRequestError("this model only embeds texts", param="model")
         yield Delta()
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:

@@ -240,7 +240,7 @@ def require_one_answer(request: GenerateRequest) -> None:
     sampling = request.sampling
     for name, can in (("n", sampling.n == 1), ("logprobs", not sampling.logprobs)):
         if not can:
-            raise InvalidRequestError(f"an answer made token by token comes without {name}", param=name)
+            raise InvalidRequestError(f"{name} is not supported with KNN-LM", param=name)
 
 
 BLOCK = 8192  # rows whose lengths are computed together

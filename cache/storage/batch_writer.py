@@ -86,7 +86,7 @@ class BatchWriter(Generic[Job]):
             fresh, self._reported = self.dropped - self._reported, self.dropped
             if self.error is not None:
                 again = "" if self._ended else "; it is tried again"
-                raise CacheError(f"the cache is not written now: {self.error}{again}")
+                raise CacheError(f"the cache cannot be written now: {self.error}{again}")
             if fresh:
                 raise CacheError(
                     f"{fresh} writes were dropped: the database refused them, there was no room to wait for it, or"

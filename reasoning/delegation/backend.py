@@ -195,7 +195,7 @@ def _shaped(request: GenerateRequest, model: ModelRole) -> bool:
     """Whether the answer has to be asked for in messages. Raises `InvalidRequestError` if `model` continues none."""
     name = "tools" if request.tools else next((name for name in SHAPED if name in request.extra), None)
     if name is not None and not model.backend.capabilities.continue_final:
-        raise InvalidRequestError(f"the model {model.model!r} continues no messages, which {name} needs", param=name)
+        raise InvalidRequestError(f"the model {model.model!r} cannot continue messages, which {name} needs", param=name)
     return name is not None
 
 

@@ -46,7 +46,7 @@ class RetrievalBackend(Strategy[RaLMSpecSettings]):
             return ["base"]
         if tokenization_of(self.base.backend) is None:
             raise ConfigurationError(
-                f"models.{self.name}.base: the model {self.base.model!r} takes no token ids, which retrieval needs:"
+                f"models.{self.name}.base: the model {self.base.model!r} accepts no token ids, which retrieval needs:"
                 " name a local model, or a vLLM server's"
             )
         return []

@@ -75,7 +75,7 @@ def require_model(folder: Path, manifest: DatastoreManifest, fingerprint: str, m
     """Raises `ConfigurationError` for a datastore whose keys are the states of another model."""
     if manifest.fingerprint != fingerprint:
         raise ConfigurationError(
-            f"the datastore {str(folder)!r} was built with {manifest.model!r}, whose hidden states mean nothing to"
+            f"the datastore {str(folder)!r} was built with {manifest.model!r}, whose hidden states do not fit"
             f" {model!r}: build one with agentspec knn build --model {model}"
         )
 

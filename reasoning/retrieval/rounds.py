@@ -288,7 +288,7 @@ def _check(request: GenerateRequest) -> None:
         sampled = getattr(request.sampling, name, None) != (default := getattr(_DEFAULTS, name, None))
         if sampled or request.extra.get(name) not in (None, [], (), {}, default) or (name == "tools" and request.tools):
             param = form.param if form is not None and name == "structured_outputs" else name
-            raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
+            raise InvalidRequestError(f"{param} is not supported by a model with retrieval", param=param)
     for name, param in {  # and as clients call it
         "continue_final": "continue_final_message",
         "start_answer": "add_generation_prompt",
@@ -296,9 +296,9 @@ def _check(request: GenerateRequest) -> None:
         "prediction": "prediction",
     }.items():
         if getattr(request, name) != getattr(_PLAIN, name):
-            raise InvalidRequestError(f"a model with retrieval answers without {param}", param=param)
+            raise InvalidRequestError(f"{param} is not supported by a model with retrieval", param=param)
     if set(request.template_arguments) - _EFFORT:
-        raise InvalidRequestError("a model with retrieval takes no template arguments", param="chat_template_kwargs")
+        raise InvalidRequestError("a model with retrieval accepts no template arguments", param="chat_template_kwargs")
 
 
 class AnswerWriter:

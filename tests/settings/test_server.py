@@ -94,7 +94,7 @@ def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
     [
         (KEYS.replace("= 5", "= 0"), "requests_per_minute.*0"),
         (KEYS.replace("requests_per", "request_per"), "did you mean 'requests_per_minute'"),
-        (KEYS + "tokens_per_minute = 5\n", "an operator's key uses no models"),
+        (KEYS + "tokens_per_minute = 5\n", "an operator's key cannot use models"),
     ],
 )
 def test_limits_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:

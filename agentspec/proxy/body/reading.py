@@ -48,10 +48,10 @@ def _check_headers(headers: Headers) -> None:
         raise InvalidRequestError("Transfer-Encoding and Content-Length contradict each other; send one")
     coding = ", ".join(headers.getlist("transfer-encoding")).lower() or "chunked"
     if coding != "chunked":  # a server in front of this one may have unpacked "gzip, chunked", and this one does not
-        raise InvalidRequestError(f"Transfer-Encoding {coding[:40]!r} is not taken; send chunks alone")
+        raise InvalidRequestError(f"Transfer-Encoding {coding[:40]!r} is not accepted; use chunked only")
     encoding = ", ".join(headers.getlist("content-encoding")).lower() or "identity"
     if encoding != "identity":
-        raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not taken; send the body uncompressed")
+        raise InvalidRequestError(f"Content-Encoding {encoding[:40]!r} is not accepted; send the body uncompressed")
     given = headers.getlist("content-type")
     media_type, _, parameters = given[0].lower().partition(";") if given else ("", "", "")
     if media_type.strip() != "application/json" or len(given) > 1:

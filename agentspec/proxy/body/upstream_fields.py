@@ -80,7 +80,7 @@ def check_query(scope: Scope) -> None:
     for name, text in parse_qsl(query.decode(), keep_blank_values=True, errors="replace"):
         if name not in _NAMES or is_address(text):
             shown = _shown(name)
-            raise InvalidRequestError(f"the query's {shown!r} is refused: upstreams are configured", param=shown)
+            raise InvalidRequestError(f"the query parameter {shown!r} is unknown or holds an address", param=shown)
 
 
 class UpstreamFields:

@@ -115,7 +115,7 @@ class TokenizationEndpoint(GatewayEndpoint):
             spell = side.spell if is_local(side, "spell") else side.detokenize
             return {"prompt": await spell(list(body.tokens))}
         except (IndexError, OverflowError, TypeError):  # a tokenizer that looks ids up
-            raise InvalidRequestError("tokens holds an id that the model has not", param="tokens") from None
+            raise InvalidRequestError("tokens has an id beyond the model's vocabulary", param="tokens") from None
 
 
 @dataclass(slots=True)

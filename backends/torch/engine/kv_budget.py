@@ -71,7 +71,7 @@ class KVBudget:
         if slots > self.limit:
             raise ContextLengthError(f"{slots} tokens need more key/value memory than kv_bytes allows")
         if not self.fits(slots, sequences):
-            raise OverloadedError("running answers need the key/value memory")
+            raise OverloadedError("running requests use the key/value memory")
         loan = object()
         self._loans[loan] = slots
 

@@ -112,7 +112,7 @@ class GrammarMatcher:
         self._count_mask(time.thread_time() - started)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._table.vocab_size]
         if not bits.any():
-            raise self._failure("no token of this model can go on with it")
+            raise self._failure("no token of this model can continue it")
         return torch.from_numpy(bits.view(np.bool_))
 
     def _count_mask(self, seconds: float) -> None:

@@ -305,7 +305,7 @@ BEGUN = [{"role": "assistant", "content": "So"}]
         (GenerateRequest("fast", text="two"), "takes messages"),
         (GenerateRequest("fast", messages=BEGUN, continue_final=True), "does not continue"),
         (GenerateRequest("fast", messages=BEGUN, extra={"n": 2}), "without n"),
-        (replace(ASK, extra={"tools": [TOOL]}), "'base' continues no messages, which tools needs"),
+        (replace(ASK, extra={"tools": [TOOL]}), "'base' cannot continue messages, which tools needs"),
         (replace(ASK, extra={"response_format": {"type": "json_object"}}), "which response_format needs"),
     ],
 )

@@ -84,7 +84,7 @@ async def test_an_interrupted_build_is_resumed(corpus: list[str], tmp_path: Path
 
 async def test_another_model_or_corpus_is_refused(corpus: list[str], tmp_path: Path) -> None:
     await built(corpus, tmp_path / "store", Countable())
-    with pytest.raises(ConfigurationError, match="hidden states mean nothing"):
+    with pytest.raises(ConfigurationError, match="hidden states do not fit"):
         await built(corpus, tmp_path / "store", Countable("f2"))
     with pytest.raises(ConfigurationError, match="another corpus"):
         await built(corpus[:9], tmp_path / "store", Countable())
@@ -105,7 +105,7 @@ async def test_one_build_at_a_time(corpus: list[str], tmp_path: Path) -> None:
         ({"format": 9}, "format 9"),
         ({"entries": 100}, "damaged"),
         ({"complete": False}, "incomplete"),
-        ({"fingerprint": "other"}, "hidden states mean nothing"),
+        ({"fingerprint": "other"}, "hidden states do not fit"),
     ],
 )
 async def test_what_is_no_whole_datastore_of_this_model_is_refused(
