@@ -36,7 +36,7 @@ ALL = [*TEXTS, *PAGES, *GUIDES]
 FOLDERS = ("agentspec", "cache", "backends", "reasoning", "benchmarks", "tests", "examples", "docs")
 
 MOST_PAGES = 15  # of which errors.md is generated
-MOST_WORDS = 27_000  # of all pages but the generated settings
+MOST_WORDS = 29_000  # of all pages but the generated settings
 MOST_WORDS_OF_A_GUIDE = 600
 
 PRINTS = {"README.md": "plan", "cache.md": "[5 6 7]", "decorator.md": "plan", "how-it-works.md": "[5, 6, 7]"}
