@@ -166,8 +166,7 @@ async def upstream_body(body: RequestBody, context: RequestContext) -> bytes:
         path == RESPONSES or (path == CHAT and fields.get("store"))
     ):  # off holds wherever it stands
         added = {**added, "store": False}
-    if model != fields["model"]:
-        added = {**added, "model": model}
+    added = added if model == fields["model"] else {**added, "model": model}
     return await body.work(set_values, fields, added) if added else body.data
 
 

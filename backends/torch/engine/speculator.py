@@ -201,10 +201,10 @@ def accept_path(
     path: list[int] = []
     node = -1
     while True:
-        row = node + 1
+        row, drafted = node + 1, children.get(node, {})
         token = choose(row)
         # A drafted token is accepted if it is the target's own draw: only then do its logits belong to this text.
-        child = children.get(node, {}).get(token)
+        child = drafted.get(token)
         if emit(token, row) or child is None:
             return path
         path.append(child)
