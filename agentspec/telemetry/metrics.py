@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
+from agentspec.telemetry.scrape import Registry
 from agentspec.types import Speculation
 
 T = TypeVar("T", Counter, Histogram)
@@ -23,8 +23,6 @@ _HELPERS = ("small", "judge")  # the roles of models that a strategy can go on w
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody asks for
-
 
 class Metrics:
     """Counters and histograms of one gateway, in their own registry.
@@ -34,7 +32,7 @@ class Metrics:
     """
 
     def __init__(self, *, version: str, models: Collection[str] = (), scraped: Iterable[Collector] = ()) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = Registry()
         self._models = frozenset(models)
         self._children: dict[tuple[object, ...], Any] = {}
         model = ("model",)

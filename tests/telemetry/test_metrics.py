@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.protocol.speculation import StepSpeculation
@@ -39,6 +40,9 @@ def test_a_scrape_shows_requests_engines_and_the_index() -> None:
         5,
         3,
     ]
+    own = CollectorRegistry()  # of a program that mounts a gateway
+    Counter("own", "help", registry=own)
+    assert b"own_created" in generate_latest(own)
     assert found["errors_total"] == 1 and not any(name.endswith("_created") for name in found)
     assert {name: found[f"{name}_total"] for name in ("draft_tokens", "accepted_tokens", "verify_steps")} == {
         "draft_tokens": 6,
