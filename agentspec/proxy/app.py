@@ -39,7 +39,6 @@ from agentspec.proxy.ui.routes import page_files, page_routes
 from agentspec.proxy.ui.runs import Runs
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.telemetry import tracing
 
 QUEUED = 64  # requests that may wait for a local engine, besides those that it runs
 _BELOW_V1 = ("chat/completions", "completions", "responses", "messages", "embeddings", "models")
@@ -69,9 +68,8 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
         runs=Runs(runtime, settings) if settings.cache.keeps_runs else None,
-        traced=tracing.traces(),
     )
-    routes = [*_generating(services), *_describing(pages), _stored(services)]
+    routes = [*_generating(services), *_describing(pages)]
     if server.ui:
         routes += page_routes(services, pages)
     runtime.limit_upstreams(server.max_output_tokens)
@@ -109,6 +107,7 @@ def _generating(services: Services) -> Iterator[RecordedRoute]:
     endpoints += [TokenizationEndpoint(path, services) for path in (TOKENIZE, DETOKENIZE)]
     for one in endpoints:
         yield RecordedRoute(f"{one.root}{one.path}", one, "POST", "uses_models")
+    yield RecordedRoute(f"/v1{RESPONSES}/{{id}}", StoredRoute(services), ("GET", "DELETE"), "uses_models")
 
 
 def _describing(pages: Pages) -> Iterator[RecordedRoute]:
@@ -116,10 +115,6 @@ def _describing(pages: Pages) -> Iterator[RecordedRoute]:
         yield RecordedRoute(path, handler, "GET")
     for path, page in {"/metrics": pages.metrics, "/fleet": pages.fleet}.items():
         yield RecordedRoute(path, page, "GET", "reads_metrics")
-
-
-def _stored(services: Services) -> RecordedRoute:
-    return RecordedRoute(f"/v1{RESPONSES}/{{id}}", StoredRoute(services), ("GET", "DELETE"), "uses_models")
 
 
 class Loading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -48,8 +49,7 @@ MAX_MODEL_NAME = 256
 @dataclass(frozen=True, slots=True)
 class Services:
     """The runtime, the limits and the stored answers of one gateway. `metering` is None without keys; with
-    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept;
-    `traced`: requests have spans.
+    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept.
     """
 
     runtime: Runtime
@@ -61,7 +61,6 @@ class Services:
     keeper: Keeper
     several_tenants: bool
     runs: Runs | None = None
-    traced: bool = False
 
     def ready(self) -> Runtime:
         if not self.runtime.ready:
@@ -80,7 +79,7 @@ class GatewayEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = RequestAnswer.of(scope)
-        if self.services.traced and (operation := OPERATIONS.get(self.path)):
+        if "opentelemetry.trace" in sys.modules and (operation := OPERATIONS.get(self.path)):
             answer.span = tracing.start(operation, kind="server", headers=Headers(scope=scope))
         with nullcontext() if answer.span is None else answer.span.current():
             await self._answer(scope, receive, answer)

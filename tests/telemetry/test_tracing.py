@@ -92,6 +92,14 @@ def test_a_gateway_joins_the_callers_trace_and_hands_it_on(spans: Any, gateway: 
     assert refused["error.type"] == "model_not_found" and spans()[-1].status.status_code is trace.StatusCode.ERROR
 
 
+def test_a_provider_may_be_set_after_the_gateway_was_made(gateway: Any, request: pytest.FixtureRequest) -> None:
+    running = gateway({"m": FakeBackend("an answer")})
+    assert asked(running.url).status_code == 200
+    spans = request.getfixturevalue("spans")
+    assert asked(running.url).status_code == 200 and not running.metric("agentspec_requests_in_flight")
+    assert [parent(one) for one in spans()] == [CALLER]
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_are_in_spans_only_by_the_switch_and_where_the_client_stores(
