@@ -47,6 +47,11 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def doc_url(code: str) -> str:
+    """The line of the documentation that says what a code means and what to do, in this version's source."""
+    return f"docs/errors.md#{code}"
+
+
 class AgentSpecError(Exception):
     """The base class of all errors that agentspec raises deliberately."""
 
@@ -60,8 +65,9 @@ class AgentSpecError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error body: `{"error": {message, type, param, code}}`."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """The OpenAI error body: `{"error": {message, type, param, code, doc_url}}`."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, "doc_url": doc_url(self.code or self.type)}}
 
 
 class ConfigurationError(AgentSpecError):

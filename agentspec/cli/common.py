@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from agentspec.errors import AgentSpecError, ConfigurationError, extra_of, install_advice
+from agentspec.errors import AgentSpecError, ConfigurationError, doc_url, extra_of, install_advice
 
 if TYPE_CHECKING:
     from agentspec.settings.load import Settings
@@ -41,7 +41,7 @@ class ErrorGroup(TyperGroup):
             return super().invoke(ctx)
         except AgentSpecError as error:
             misused = isinstance(error, ConfigurationError)  # which says itself what to change
-            line = "" if misused or error.code is None else f" (docs/errors.md#{error.code})"
+            line = "" if misused or error.code is None else f" ({doc_url(error.code)})"
             typer.echo(f"agentspec: {error}{line}", err=True)
             raise typer.Exit(MISUSED if misused else FAILED) from None
         except KeyboardInterrupt:  # a model that loads, in a thread, would hold up the end or abort the process

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from agentspec.errors import doc_url
 from agentspec.protocol.wire import encode, object_in, reported
 
 MAX_MESSAGE = 2000
@@ -37,7 +38,8 @@ def error_object(content: bytes, status: int, message: str) -> bytes:
         message += f": {quoted[:MAX_MESSAGE]}"
     kind = "invalid_request_error" if status < 500 else "upstream_error"
     kind = "rate_limit_error" if status == 429 else kind
-    error = {"message": message, "type": kind, "param": None, "code": "upstream_status"}
+    error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": "upstream_status"}
+    error["doc_url"] = doc_url("upstream_status")
     return encode({"error": error})
 
 
@@ -69,11 +71,11 @@ def anthropic_error(body: bytes, status: int, request_id: str = "") -> bytes:
 
 
 def anthropic_form(error: Mapping[str, Any], status: int, request_id: str) -> dict[str, Any]:
-    """OpenAI's object `error` in Anthropic's shape; its `param` and `code` stay as further members."""
+    """OpenAI's object `error` in Anthropic's shape; its `param`, `code` and `doc_url` stay as further members."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.get("message") or error.get("code") or "the request failed"
     shown = {"type": kind, "message": str(message)}
-    shown |= {name: error[name] for name in ("param", "code") if error.get(name) is not None}
+    shown |= {name: error[name] for name in ("param", "code", "doc_url") if error.get(name) is not None}
     return {"type": "error", "error": shown, **({"request_id": request_id} if request_id else {})}
 
 

@@ -28,7 +28,8 @@ from agentspec.protocol.errors import anthropic_error, error_message, error_obje
 )
 def test_an_answer_that_is_no_error_object_becomes_one(body: bytes, message: str) -> None:
     error = json.loads(error_object(body, 503, "it failed"))["error"]
-    assert error == {"message": message, "type": "upstream_error", "param": None, "code": "upstream_status"}
+    code = {"code": "upstream_status", "doc_url": "docs/errors.md#upstream_status"}
+    assert error == {"message": message, "type": "upstream_error", "param": None, **code}
     assert json.loads(error_object(body, 404, "it failed"))["error"]["type"] == "invalid_request_error"
     assert json.loads(anthropic_error(body, 502))["error"]["type"] == "api_error"
 

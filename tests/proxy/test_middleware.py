@@ -6,9 +6,11 @@ import inspect
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -22,6 +24,7 @@ from agentspec.proxy import logs
 from agentspec.testing import Answer, FakeBackend
 
 MODEL = "fake"
+FORM = {"message", "type", "param", "code", "doc_url"}
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -80,7 +83,7 @@ def test_anthropics_client_lists_models_page_by_page(gateway: Any) -> None:
 )
 def test_other_paths_and_methods_answer_in_the_same_shape(opened: Any, method: str, path: str, status: int) -> None:
     response = httpx.request(method, opened.url + path)
-    assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.status_code == status and set(response.json()["error"]) == FORM
     assert response.headers["x-request-id"].startswith("req-")
     assert (status == 405) == ("allow" in response.headers)
     message = response.json()["error"]["message"]
@@ -153,7 +156,7 @@ def test_every_error_has_its_answer(failing: Any, kind: type[errors.AgentSpecErr
     raised[:] = [kind("what went wrong", **needed)]
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=BODY)
     assert answer.status_code == kind.status and 400 <= answer.status_code < 600
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert set(answer.json()["error"]) == FORM
     assert answer.json()["error"]["message"].startswith("what went wrong")
     if kind in (errors.OverloadedError, errors.ShuttingDownError, errors.NotReadyError):
         assert int(answer.headers["retry-after"]) >= 1
@@ -217,3 +220,13 @@ exec(end)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
     assert [json.loads(line)["n"] for line in result.stderr.splitlines()] == list(range(1000)) * len(ends)
+
+
+def test_an_error_names_its_line_of_the_documentation(gateway: Any) -> None:
+    running = gateway({"m": FakeBackend("ok")})
+    lines = re.findall("(?m)^### (.+)$", (Path(__file__).parents[2] / "docs/errors.md").read_text())
+    wrong = (("chat/completions", {"model": "x"}), ("messages", {"model": "m"}), ("responses", []), ("nowhere", {}))
+    for path, body in wrong:
+        error = httpx.post(f"{running.url}/v1/{path}", json=body).json()["error"]
+        page, line = error["doc_url"].split("#")
+        assert page == "docs/errors.md" and line in lines and line in (error.get("code"), error["type"])
