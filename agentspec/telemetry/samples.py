@@ -31,8 +31,8 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class MemberSample:
-    """One server of a pool, as this process sees it. Totals since the start; `running`, `waiting` and `kv_use` by the
-    server's own metrics, None without.
+    """One upstream, a server of a pool or alone, as this process sees it. Totals since the start; `running`, `waiting`
+    and `kv_use` by the server's own metrics, None without.
     """
 
     backend: str

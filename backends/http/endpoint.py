@@ -14,7 +14,7 @@ from urllib.parse import quote
 from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import ConnectionPool, httpx
 from agentspec.backends.http.errors import status_error
-from agentspec.backends.http.proxies import LibraryConnections, Transport, open_connections
+from agentspec.backends.http.proxies import Answer, LibraryConnections, Transport, open_connections
 from agentspec.backends.http.response import (
     ACCOUNT_HEADERS,
     MAX_ANSWER_BYTES,
@@ -39,7 +39,8 @@ class Endpoint:
 
     Errors call it `name`, since they reach clients, which may not see the address; without a name, by its address.
     `address` is the one to connect to of those that the URL's host has. Connections belong to an event loop, so each
-    loop has a pool of its own; the pool of a deleted loop is dropped.
+    loop has a pool of its own; the pool of a deleted loop is dropped. `failing`: its last call ended without an answer
+    or with a status of 500 or more; None before any.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Endpoint:
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Connections] = weakref.WeakKeyDictionary()
         self._shown = str(self._url.copy_with(username=None, password=None, query=None))
         self.name = self._shown if name is None else repr(name)
+        self.calls = self.failures = self.in_flight = 0
+        self.failing: bool | None = None
 
     @property
     def has_key(self) -> bool:
@@ -96,21 +99,30 @@ class Endpoint:
         sent |= added
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in sent.items()]
         timeouts = self._timeouts if timeout is None else (timeout, timeout)
+        self.calls, self.in_flight = self.calls + (not probing), self.in_flight + (not probing)
+        answer: Answer | None = None
+        failed: bool | None = None  # neither, if the caller leaves
         try:
             with mapped_errors(self.name):
                 target = self._target(path, query, above=above)
                 answer = await self._connections().send(method, target, encoded, body, timeouts)
-        except UpstreamError as error:
-            logger.log(logging.DEBUG if probing else logging.INFO, "%s: %s", self._shown, error.message)
-            raise
-        try:
             if answer.status >= 600:
                 raise UpstreamError(f"upstream {self.name} answered {answer.status}, which is no status of HTTP")
             if not 200 <= answer.status < 300 and answer.status < 400:
                 raise UpstreamError(f"upstream {self.name} answered {answer.status}; redirects are not followed")
             yield UpstreamResponse(answer, self.name, own_key=self.has_key)
+            failed = answer.status >= 500
+        except UpstreamError as error:
+            failed = error.status >= 500
+            if answer is None:
+                logger.log(logging.DEBUG if probing else logging.INFO, "%s: %s", self._shown, error.message)
+            raise
         finally:
-            await answer.aclose()
+            if not probing:
+                self.in_flight, self.failures = self.in_flight - 1, self.failures + bool(failed)
+                self.failing = self.failing if failed is None else failed
+            if answer is not None:
+                await answer.aclose()
 
     def _own_key(self, path: str, authorization: str) -> dict[str, str]:
         """The headers that carry the operator's key: on Anthropic's routes `x-api-key`, and at other hosts than its

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agentspec.errors import InvalidRequestError
+from agentspec.errors import ConfigurationError, InvalidRequestError
 from agentspec.types import Labels
+
+logger = logging.getLogger(__name__)
 
 SALT = "cache_salt"
 SGLANG_KEY = "extra_key"
@@ -78,3 +81,15 @@ def _chosen_salt(given: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
         raise InvalidRequestError(f"{name} must be a string that is not empty", param=name)
     return value
+
+
+def require_salts(kind: str | None, name: str) -> None:
+    """Raises `ConfigurationError` if the upstream `name`, a server of this `kind`, takes no salts."""
+    if kind is None:
+        logger.warning("upstream %s does not answer: until it does, requests to it are refused", name)
+    if kind == "other":
+        raise ConfigurationError(
+            f"upstream {name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
+            ' tenants apart: set shared_upstream = true for it if they may share them, or server_kind = "vllm" or'
+            ' "sglang" if it is one that hides it'
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import NoneType
@@ -13,15 +12,14 @@ from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
 from agentspec.backends.http import Endpoint, Transport, UpstreamResponse
 from agentspec.backends.openai import fields as wire
 from agentspec.backends.openai.fields import PRIORITY, SESSION
-from agentspec.backends.openai.isolation import SALT, TenantIsolation
+from agentspec.backends.openai.isolation import SALT, TenantIsolation, require_salts
 from agentspec.backends.openai.server_kind import ServerDetector
 from agentspec.backends.openai.tokenization import ServerTokenization
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamIsolationError
+from agentspec.errors import InvalidRequestError, UpstreamIsolationError
 from agentspec.protocol.headers import label_headers, read_labels
 from agentspec.types import DEFAULT_TENANT, Labels
 
-logger = logging.getLogger(__name__)
 _TRANSLATED = ("prediction", PRIORITY)  # fields of requests that some servers get in another form
 _LABELLED = (CHAT, COMPLETIONS, RESPONSES)  # where vLLM accepts salts and arguments in addition to OpenAI's
 
@@ -82,16 +80,8 @@ class Upstream:
 
         One that does not answer now is asked again by each request.
         """
-        kind = "vllm" if self.settings.shared_upstream else await self._detector.kind()
-        name = self.endpoint.name
-        if kind is None:
-            logger.warning("upstream %s does not answer: until it does, requests to it are refused", name)
-        if kind == "other":
-            raise ConfigurationError(
-                f"upstream {name} is neither vLLM nor SGLang, so it cannot keep the caches of several"
-                ' tenants apart: set shared_upstream = true for it if they may share them, or server_kind = "vllm" or'
-                ' "sglang" if it is one that hides it'
-            )
+        if not self.settings.shared_upstream:
+            require_salts(await self._detector.kind(), self.endpoint.name)
 
     async def body_fields(
         self, path: str, tenant: str, labels: Labels, given: Mapping[str, Any], off: Collection[str] = ()

@@ -30,7 +30,7 @@ from agentspec.runtime import Runtime
 from agentspec.step.statistics import StepStatistics
 from agentspec.telemetry.history import History
 from agentspec.telemetry.metrics import CONTENT_TYPE, Metrics
-from agentspec.telemetry.samples import EngineSample, IndexFigures
+from agentspec.telemetry.samples import EngineSample, IndexFigures, MemberSample
 from agentspec.telemetry.scrape import ENGINE, INDEX, MEMBER, SPEC_DECODE, TENANT, OnScrape
 from agentspec.types import Labels
 from agentspec.version import __version__
@@ -56,12 +56,7 @@ class Pages:
                 OnScrape(ENGINE, lambda: engine_samples(runtime), backend="backend"),
                 OnScrape(SPEC_DECODE, lambda: engine_samples(runtime), model_name="model", engine="backend"),
                 OnScrape(TENANT, slots.samples, tenant="tenant"),
-                OnScrape(
-                    MEMBER,
-                    lambda: runtime.fleet.samples() if runtime.fleet else (),
-                    backend="backend",
-                    member="member",
-                ),
+                OnScrape(MEMBER, lambda: upstream_samples(runtime), backend="backend", member="member"),
             ),
         )
         self.history = History(self.registry.registry)
@@ -98,8 +93,7 @@ class Pages:
         return Response(rendered, headers={"content-type": CONTENT_TYPE})
 
     async def fleet(self, request: Request) -> Response:
-        fleet = self._runtime.fleet
-        return json_response({"members": [] if fleet is None else [asdict(sample) for sample in fleet.samples()]})
+        return json_response({"members": [asdict(sample) for sample in upstream_samples(self._runtime)]})
 
     async def models(self, request: Request) -> Response:
         found = await self._objects(request)
@@ -171,6 +165,17 @@ def index_figures(runtime: Runtime) -> list[IndexFigures]:
     stats = runtime.cache.stats()
     held = stats.memory_bytes, stats.sequences
     return [IndexFigures(*held, stats.damaged, stats.unread, stats.behind, stats.erasure_pending)]
+
+
+def upstream_samples(runtime: Runtime) -> list[MemberSample]:
+    """The servers of pools, and each upstream that is alone: it is "failing" since its last call failed."""
+    found = runtime.fleet.samples() if runtime.fleet else []
+    pooled, states = {one.backend for one in found}, {None: "unknown", True: "failing", False: "ready"}
+    for name, one in runtime.backends().items():
+        if isinstance(one, OpenAIBackend) and name not in pooled:
+            way = one.endpoint
+            found.append(MemberSample(name, name, states[way.failing], way.in_flight, way.calls, 0, way.failures))
+    return found
 
 
 def engine_samples(runtime: Runtime) -> list[EngineSample]:

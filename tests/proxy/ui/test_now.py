@@ -118,6 +118,29 @@ def test_points_are_the_metrics_between_two_readings(gateway: Any, upstream: Any
     assert [(one["backend"], one["calls"], one["failures"]) for one in event["now"]["members"]] == [("pool", 0, 0)] * 2
 
 
+def test_an_upstream_that_is_alone_is_ready_or_failing_by_its_last_call(
+    gateway: Any, upstream: Any, slept: None, until: Any
+) -> None:
+    answers = [(200, b'{"choices": []}'), (503, b"{}"), (400, b"{}")]
+    states = []
+    server = upstream(lambda request: request.answer(*answers[len(states) - 1][::-1]))
+    running = gateway({}, Settings(backends={"up": server.backend(server_kind="other").settings}))
+
+    def seen() -> tuple[Any, ...]:
+        [one] = next(events(running.url))["now"]["members"]
+        return tuple(one[name] for name in ("backend", "state", "in_flight", "calls", "failures"))
+
+    states.append(seen())
+    for status, _ in answers:
+        ask(running.url, status=status)
+        states.append(seen())
+    kinds = ["unknown", "ready", "failing", "ready"]
+    assert states == [("up", state, 0, calls, calls > 1) for calls, state in enumerate(kinds)]
+    labels = {"backend": "up", "member": "up"}
+    assert running.metric("agentspec_member_failures_total", **labels) == 1
+    assert running.metric("agentspec_member_state", state="ready", **labels) == 1
+
+
 def test_data_needs_a_known_key_and_what_concerns_all_an_operators(keyed: Any) -> None:
     url = keyed(FakeBackend("ok")).url
     for path in DATA:

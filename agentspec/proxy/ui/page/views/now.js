@@ -71,9 +71,9 @@ function acceptance({ all, ...bySource }) {
 
 function upstreams(members) {
   const rows = members.map((one) => [
-    one.backend, one.member, h("span", { class: one.state === "up" ? "good" : "bad" }, one.state),
+    one.backend, one.member, h("span", { class: one.state === "ready" ? "good" : "bad" }, one.state),
     count(one.in_flight), count(one.calls), count(one.failures),
   ]);
-  if (rows.length) return table(["Backend", "Server", "State", "In flight", "Calls", "Failures"], rows, "The servers of pools, since the start");
-  return h("p", { class: "muted" }, "No backend has several servers, so none is watched.");
+  if (rows.length) return table(["Backend", "Server", "State", "In flight", "Calls", "Failures"], rows, "Since the start");
+  return h("p", { class: "muted" }, "All models run in this process.");
 }
