@@ -1,4 +1,4 @@
-"""A real headless Chromium, Debian's package `chromium`, driven by Playwright."""
+"""A real headless Chromium, that of the system or Playwright's own, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
 CHROMIUM = os.environ.get("AGENTSPEC_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-AXE = Path(os.environ.get("AGENTSPEC_AXE") or ROOT / "node_modules/axe-core/axe.min.js")
 
 OpenPage = Callable[..., Any]
 
@@ -22,10 +20,13 @@ OpenPage = Callable[..., Any]
 def chromium() -> Iterator[Any]:
     """One browser for a module. Between modules Playwright ends, or its event loop would run on in other tests."""
     api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        program = CHROMIUM or playwright.chromium.executable_path
+        if not Path(program).exists():
+            pytest.skip(
+                "the page was not opened, there is no Chromium: apt-get install chromium, or playwright install"
+            )
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         with closing(browser):
             yield browser
 
@@ -56,11 +57,11 @@ def open_page(chromium: Any) -> Iterator[OpenPage]:
 @pytest.fixture(scope="session")
 def violations() -> Callable[[Any], list[str]]:
     """What axe-core finds wrong with a page for those who hear it or use a keyboard."""
-    if not AXE.exists():
-        pytest.skip("no axe-core here: npm install --no-save axe-core")
+    package = pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
+    script = Path(package.__file__).with_name("axe.min.js").read_text()
 
     def found(page: Any) -> list[str]:
-        page.evaluate(AXE.read_text())
+        page.evaluate(script)
         result = page.evaluate("axe.run()")
         return [f"{one['id']}: {[node['html'] for node in one['nodes']]}" for one in result["violations"]]
 
