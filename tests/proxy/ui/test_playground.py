@@ -31,7 +31,7 @@ def test_two_answers_are_compared_and_coloured(
         assert (
             off.locator(".token").count() == 0 and "One token for each forward" in page.locator(".sides").inner_text()
         )
-        assert "does not report" not in page.locator(".sides").inner_text()
+        assert "is not known" not in page.locator(".sides").inner_text()
         assert on.locator(".token.shared").count() >= times, "the second time it was written before"
     assert page.get_by_role("list", name="Tokens by source").last.inner_text().count("earlier answers") == 1
     assert violations(page) == []

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentspec import cli
+from agentspec.backends.settings import TorchSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
 from agentspec.cache.stored import StoredResponse
+from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import FakeBackend
+from tests.thinking_model import ThinkingModel
 
 CHAT = "/v1/chat/completions"
 TENANTS = ("alpha", "beta")
@@ -178,25 +181,32 @@ def test_hostile_text_stays_text(shown: Any) -> None:
         record(text, tokens, step=HOSTILE, model=HOSTILE, decisions=[{"event": HOSTILE, "at": 0.1, "x": HOSTILE}])
     )
     assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
-    spans = "[...one.querySelectorAll('.block > span')]"
+    shown = "(block) => [...block.waiting, ...[...block.children].flatMap((span) => span.run.tokens)]"
     answer = page.get_by_role("group", name="Answer", exact=True)
-    got = answer.evaluate(f"one => {spans}.flatMap((span) => span.run.tokens).map((t) => t.text).join('')")
+    got = answer.evaluate(f"one => [...one.children].flatMap({shown}).map((token) => token.text).join('')")
     assert got == text
     assert tool and page.evaluate("document.documentElement.scrollWidth") <= 1280
     page.get_by_role("button", name="1 rejected draft").first.click()
     assert HOSTILE.replace("\x00", "") in page.locator(".rejected s").first.text_content().replace("\x00", "")
 
 
-def test_a_long_answer_is_one_element_for_a_run_of_tokens_and_scrolls(shown: Any) -> None:
+@pytest.mark.parametrize("run", [1, 25])
+def test_of_a_long_answer_only_what_is_near_the_screen_has_elements(shown: Any, run: int) -> None:
     """10,000 tokens: elements are counted rather than milliseconds, which a busy machine stretches."""
-    tokens = [token(f"word{at}{chr(10) if at % 20 == 0 else ' '}", at // 25) for at in range(10_000)]
-    page = shown(record("".join(one["text"] for one in tokens), tokens))
+    texts = [f"word{at}{chr(10) if at % 20 == 0 else ' '}" for at in range(10_000)]
+    more = {"rejected": [{"text": "no", "source": "shared", "probability": 0.1}]} if run == 1 else {}
+    tokens = [token(text, at // run, **more) for at, text in enumerate(texts)]
+    page = shown(record("".join(texts), tokens))
     answer = page.get_by_role("group", name="Answer", exact=True)
-    counts = answer.evaluate("one => [one.querySelectorAll('span').length, one.children.length]")
-    assert counts[0] <= 10_000 / 25 + counts[1] and 20 < counts[1] < 60
-    drawn = "block.firstChild.checkVisibility({contentVisibilityAuto: true})"
-    skipped = answer.evaluate(f"one => [...one.children].filter((block) => !{drawn}).length")
-    assert skipped > counts[1] / 2, "what is not on the screen is not laid out"
+    elements = "one => [one.querySelectorAll('*').length, one.children.length]"
+    count, blocks = answer.evaluate(elements)
+    assert count < 1500 and 60 < blocks < 120
+    for at in (0, blocks // 2, blocks - 1):
+        block = answer.locator(".block").nth(at)
+        block.evaluate("one => one.scrollIntoView()")
+        block.locator(".token").first.wait_for()
+    assert answer.evaluate(elements)[0] < 4000, "what was passed over is plain text"
+    assert answer.evaluate("one => one.textContent.replaceAll('▾', '')") == "".join(texts)
 
 
 @pytest.mark.parametrize("width", [320, 1280])
@@ -224,6 +234,34 @@ def test_a_run_fits_and_can_be_read_by_all(shown: Any, violations: Any, width: i
     assert page.locator(".rejected").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert violations(page) == []
+
+
+def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: Any, tmp_path: Path) -> None:
+    """SpecReason itself, over models that reason in the same way each time."""
+
+    def steps(second: str) -> ThinkingModel:
+        said = ["One.\n\n", second, "It is \\boxed{4}.\n\n"]
+        score = {"Too.": "2"}
+        return ThinkingModel(lambda before: said[before.count("\n\n")], score=lambda step: score.get(step, "9"))
+
+    settings = Settings(
+        backends={name: TorchSettings(model=name) for name in ("large", "small")},
+        models={"local": SpecReasonSettings(base="large", small="small")},
+        cache=CacheSettings(runs_bytes=1 << 20),
+        traces=TraceSettings(path=tmp_path),
+    )
+    running = gateway({"large": steps("Two.\n\n"), "small": steps("Too.\n\n")}, settings)
+    ask(running.url, x_agentspec_session="s")
+    page = open_page(f"{running.url}/ui#/runs/s")
+    rows = page.get_by_role("table", name="Decisions of the strategy").get_by_role("row")
+    rows.last.wait_for()
+    shown = [[cell.inner_text().strip() for cell in row.get_by_role("cell").all()[1:]] for row in rows.all()[1:]]
+    assert shown == [
+        ["accepted", "small model", "9.0", "One."],
+        ["rewritten", "base model", "2.0", "Too.\nTwo."],
+        ["accepted", "small model", "9.0", "It is \\boxed{4}."],
+        ["ended", "", "", 'reason: "answered"'],
+    ]
 
 
 def test_one_file_shows_the_same_without_a_server(shown: Any, open_page: Any, tmp_path: Path) -> None:

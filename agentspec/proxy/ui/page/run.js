@@ -76,13 +76,16 @@ function details(call, at, open) {
 
 function contents(call) {
   const { speculation } = call;
-  const numbers = Object.entries(speculation ?? {}).filter(([, value]) => ["number", "string"].includes(typeof value));
+  const shown = (value) => (typeof value !== "number" ? value : Number.isInteger(value) ? count(value) : value.toPrecision(3));
+  const numbers = Object.entries(speculation ?? {}).flatMap(([name, value]) =>
+    value && typeof value === "object" ? Object.entries(value).map(([part, one]) => [`${name}, ${part}`, one]) : [[name, value]])
+    .filter(([, value]) => ["number", "string"].includes(typeof value));
   const parts = [
     ...call.messages.map((message) => plain(`${message.role ?? message.type ?? "message"} said`, textOfMessage(message))),
     ...call.answers.flatMap(answer),
   ];
   if (call.decisions?.length) parts.push(decisions(call.decisions));
-  if (numbers.length) parts.push(table(["Speculation", "Count"], numbers.map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? count(value) : value])));
+  if (numbers.length) parts.push(table(["Speculation", "Count"], numbers.map(([name, value]) => [name.replaceAll("_", " "), shown(value)])));
   return parts;
 }
 
@@ -95,7 +98,7 @@ function answer(one) {
     thoughts && !one.tokens?.length ? plain("Thoughts", thoughts) : null,
     h("h2", {}, "Answer"),
     shown.element,
-    one.tokens?.length ? legend(one.tokens) : h("p", { class: "muted" }, "The server that wrote this does not report where its tokens came from: the text is not coloured."),
+    one.tokens?.length ? legend(one.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
     ...(one.tool_calls ?? []).map((tool) => plain(`Calls ${tool.function?.name ?? tool.name ?? "a tool"}`, tool.function?.arguments ?? "")),
   ].filter(Boolean);
 }
@@ -113,10 +116,18 @@ function textOfMessage(message) {
   return Array.isArray(content) ? content.map((part) => part.text ?? `[${part.type}]`).join("\n") : JSON.stringify(content);
 }
 
-// What a strategy decided, with its scores: each thing that it recorded is a row.
+// What a strategy decided: a row for each step that stayed, with the verdict on its draft, and for each other event.
 function decisions(records) {
-  const words = ({ event, at, ...rest }) => Object.entries(rest).filter(([, value]) => value !== null && value !== "")
-    .map(([name, value]) => `${name}: ${typeof value === "object" ? JSON.stringify(value) : value}`).join("\n");
-  const rows = records.map((record) => [seconds(record.at), record.event, h("bdi", { class: "lines" }, words(record))]);
-  return table(["At", "Decision", "What"], rows, "Decisions of the strategy");
+  const rows = [];
+  let verdict;
+  for (const { event, at, step, rejected, ...rest } of records) {
+    if (event === "scored") verdict = rest;
+    if (event === "scored" || event === "proposed") continue;
+    const said = Object.entries(rest).filter(([, value]) => value !== "").map(([name, value]) => `${name}: ${JSON.stringify(value)}`);
+    const score = verdict ? `${Number(verdict.value).toFixed(1)} ${verdict.reason}` : "";
+    const text = step ? [rejected && h("s", {}, rejected.text.trim()), rejected && "\n", step.text.trim()] : said.join("\n");
+    rows.push([seconds(at), event, step ? `${step.author} model` : "", score, h("bdi", { class: "lines" }, text)]);
+    verdict = undefined;
+  }
+  return table(["At", "Decision", "Written by", "Score", "Step"], rows, "Decisions of the strategy");
 }

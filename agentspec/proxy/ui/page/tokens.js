@@ -1,5 +1,5 @@
-// Shows an answer with every token coloured by where it came from. Neighbours of one source share an element, and
-// those of a long answer are laid out only while they are on the screen.
+// Shows an answer with every token coloured by where it came from. It is laid out in blocks, of which those near the
+// screen have an element for each run of tokens of one source; the others are plain text until they are scrolled to.
 
 import { count, h, percent } from "./dom.js";
 
@@ -11,7 +11,7 @@ export const SOURCES = {
   model: "the small model",
 };
 const OWN = "the model itself";
-const BLOCK = 2000; // characters of one block, which is laid out as a whole; it ends with a line where it can
+const BLOCK = 1000; // characters of one block, about 250 tokens; it ends with a line where it can
 const LONGEST = 4 * BLOCK; // and here where no line ends
 
 const sourceOf = (token) => (SOURCES[token.source] ? token.source : "");
@@ -21,39 +21,59 @@ export class Answer {
   constructor(label) {
     this.element = h("div", { class: "answer", role: "group", "aria-label": label, tabindex: "0" });
     this.element.addEventListener("pointerover", (event) => describe(event.target));
+    const seen = (blocks) => blocks.filter((one) => one.isIntersecting).forEach(({ target }) => {
+      this.screen.unobserve(target);
+      paint(target);
+    });
+    this.screen = new IntersectionObserver(seen, { root: this.element, rootMargin: "25%" });
     this.length = Infinity; // of the last block, in characters
     this.ended = true; // whether its last line has
   }
 
-  add(tokens, known = true) {
+  add(tokens) {
     let text = "";
+    const show = () => text && (this.block.coloured ? paint(this.block) : this.block.append(text));
     for (const token of tokens) {
-      const source = sourceOf(token);
       if (this.length > (this.ended ? BLOCK : LONGEST)) {
-        if (text) this.node.data += text;
-        [text, this.run, this.length] = ["", null, 0];
-        this.block = h("bdi", { class: "block" });
+        show();
+        const coloured = !this.block; // the first is on the screen
+        this.block = Object.assign(h("bdi", { class: "block" }), { waiting: [], coloured });
         this.element.append(this.block);
+        if (!coloured) this.screen.observe(this.block);
+        [text, this.length] = ["", 0];
       }
-      if (this.run?.source === source && !token.rejected?.length) {
-        this.run.tokens.push(token);
-        text += token.text;
-      } else {
-        if (text) this.node.data += text;
-        [text, this.run] = ["", { source, known, tokens: [token] }];
-        this.node = document.createTextNode(token.text);
-        this.block.append(spanOf(this.run, this.node));
-      }
+      this.block.waiting.push(token);
+      text += token.text;
       this.length += token.text.length;
       this.ended = token.text.endsWith("\n");
     }
-    if (text) this.node.data += text;
+    show();
   }
 
   // Text of unknown origin.
   addText(text) {
-    this.add((text.match(/[^\n]{0,2000}\n?/g) ?? []).map((piece) => ({ text: piece })), false);
+    this.add((text.match(/[^\n]{0,1000}\n?/g) ?? []).map((piece) => ({ text: piece, unknown: true })));
   }
+}
+
+// Puts the tokens that wait into elements, one for each run of tokens of one source.
+function paint(block) {
+  if (!block.coloured) block.replaceChildren();
+  block.coloured = true;
+  let text = "";
+  for (const token of block.waiting.splice(0)) {
+    const source = sourceOf(token);
+    if (block.run?.source === source && !token.rejected?.length) {
+      block.run.tokens.push(token);
+      text += token.text;
+    } else {
+      if (text) block.node.data += text;
+      [text, block.run] = ["", { source, tokens: [token] }];
+      block.node = document.createTextNode(token.text);
+      block.append(spanOf(block.run, block.node));
+    }
+  }
+  if (text) block.node.data += text;
 }
 
 function spanOf(run, text) {
@@ -83,7 +103,7 @@ function rejection(run, text) {
 // What is known of a run is written when somebody points at it: it costs nothing before.
 function describe(target) {
   const span = target.closest?.(".answer .block > span");
-  if (!span?.run?.known) return;
+  if (!span?.run || span.run.tokens[0].unknown) return;
   const { source, tokens } = span.run;
   const known = tokens.filter((token) => token.probability !== undefined);
   const each = known.slice(0, 40).map((token) => `${JSON.stringify(token.text)} ${percent(token.probability)}`);

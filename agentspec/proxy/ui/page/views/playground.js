@@ -190,7 +190,7 @@ class Side {
         (drafted ? ` (${percent(accepted / drafted)}).` : ".");
     const read = this.usage?.prompt_tokens_details?.cached_tokens;
     this.notes.replaceChildren(
-      this.tokens.length ? legend(this.tokens) : h("p", { class: "muted" }, "This server does not report where its tokens came from: the text is not coloured."),
+      this.tokens.length ? legend(this.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
       h("p", { class: "muted" }, counts, read ? ` ${count(read)} tokens of the prompt had been read before.` : ""));
   }
 }
