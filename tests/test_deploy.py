@@ -170,7 +170,7 @@ def test_the_chart_renders_to_what_schemas_allow(repository: Path) -> None:
         [repository / ".ci" / "deploy-check"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "default: 13 objects" in done.stdout
+    assert "default: 13 objects" in done.stdout and "dashboard.json: 25 panels" in done.stdout
 
 
 @pytest.fixture(scope="module")
