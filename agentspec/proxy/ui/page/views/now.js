@@ -63,7 +63,7 @@ export async function show(main, { signal }) {
 
 function acceptance({ all, ...bySource }) {
   const rows = Object.entries(bySource).map(([source, share]) => [
-    h("span", {}, h("i", { class: `swatch ${source}` }), source), maybe(percent)(share),
+    h("span", {}, h("i", { class: `swatch token ${source}` }), source), maybe(percent)(share),
   ]);
   if (rows.length) return table(["Source", "Kept"], rows, "Of what each source proposed");
   return h("p", { class: "muted" }, "No engine of this process has drafted yet. Other servers report no sources.");
