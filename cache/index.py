@@ -43,6 +43,8 @@ merging gives back, take constant time.
 
 New tokens join the newest sorted run up to `tail` tokens, and others are at least `ratio` times as large as the next;
 both change the speed only. `capacity` positions are handed out in all: one for each token, and a few for each sequence.
+An index of `shapes` keeps common tokens only, one other token in place of each rare one, and finds what followed a
+context of the same shape: other names, numbers and paths between the same words and signs.
 """
 
 IndexDrafter = _native.Drafter
@@ -65,7 +67,8 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     """Draft for all jobs in one call, over several threads where there is enough to do.
 
     A draft is a tree that continues the context, likeliest paths first; at equal match length an earlier index goes
-    first. One that is not complete after `patience` seconds is what there is of it then: its likeliest part. Raises
+    first, and indexes of shapes are asked for what no other index offers. One that is not complete after `patience`
+    seconds is what there is of it then: its likeliest part. Raises
     `InvalidRequestError` for an index given twice or an unknown source.
     """
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]

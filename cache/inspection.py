@@ -95,6 +95,6 @@ def check_integrity(pool: CachePool) -> None:
     """Raise `CacheFormatError` when an index is damaged."""
     for partition in pool.namespaces.partitions():
         with partition.lock:
-            indexes = [partition.shared, *(session.index for session in partition.sessions)]
+            indexes = [partition.shared, partition.shapes, *(session.index for session in partition.sessions)]
         for index in indexes:
             index.check_integrity()

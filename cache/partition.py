@@ -21,6 +21,7 @@ from agentspec.types import Namespace
 _OVERHEAD = 2048  # bytes of the Python objects of an empty namespace
 _META_BYTES = 256  # bytes of a SequenceMeta with its place in the table
 _LEAST_SHARE = 1 / 16  # of the outputs, to evict at once: an index gives memory back once so much of a run is removed
+_SHAPED = 8_192  # tokens, of the newest outputs, of which the shape is kept: with more no drafts were better
 
 TRANSCRIPT = 0
 """Number of the only sequence in a session's index."""
@@ -196,6 +197,7 @@ class Partition:
         self.lock = threading.RLock()
         self.merging = threading.Lock()
         self.shared = SuffixIndex(deferred=True)
+        self.shapes = SuffixIndex(shapes=True)  # of its newest outputs
         self.drafter = IndexDrafter()
         self.sessions = Sessions()
         self.load_at = 0.0  # when loading is tried again
@@ -222,7 +224,7 @@ class Partition:
         return self._past_bytes() + self.sessions.memory_bytes + own
 
     def _past_bytes(self) -> int:
-        return self.shared.memory_bytes() + _META_BYTES * len(self._meta)
+        return self.shared.memory_bytes() + self.shapes.memory_bytes() + _META_BYTES * len(self._meta)
 
     def reclaimable_bytes(self) -> int:
         """Bytes of text that is gone, among `memory_bytes`: merging gives them back."""
@@ -257,6 +259,9 @@ class Partition:
             if not self.shared.sequence_count:
                 raise
             return False
+        self.shapes.append(record.sequence, record.tokens, record.context)
+        if (excess := self.shapes.token_count - _SHAPED) > 0:
+            self.shapes.remove(self.shapes.oldest(excess))
         return True
 
     def holds(self, sequence: int) -> bool:
@@ -266,6 +271,19 @@ class Partition:
         with self.lock:
             self.shared = index
             self._meta = meta
+            self.shapes = SuffixIndex(shapes=True)
+            for sequence in reversed(self._newest()):
+                self.shapes.append(sequence, index.tokens(sequence), index.prefix(sequence))
+
+    def _newest(self) -> list[int]:
+        """The newest outputs, that one first, which together hold at most _SHAPED tokens."""
+        newest, tokens = [], 0
+        for sequence in sorted(self._meta, reverse=True):
+            tokens += self.shared.length(sequence)
+            if tokens > _SHAPED:
+                break
+            newest.append(sequence)
+        return newest
 
     def evict(self, excess: int) -> int:
         """Free about `excess` bytes; returns how many sequences and sessions were evicted, 0 when none could be.
@@ -290,7 +308,8 @@ class Partition:
 
     def remove(self, sequences: list[int]) -> None:
         with self.lock:
-            self.shared.remove(np.array(sequences, dtype=np.int64))
+            for index in (self.shared, self.shapes):
+                index.remove(np.array(sequences, dtype=np.int64))
             for sequence in sequences:
                 self._meta.pop(sequence, None)
 

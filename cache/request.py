@@ -178,7 +178,11 @@ class CacheRequest:
         self._prompt_end = self._written = len(self._text)  # where the output begins, and ends so far
         self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the text where they begin
         self._open = True
-        self._indexes: list[Sourced] = [(session.index, Source.SESSION), (partition.shared, Source.SHARED)]
+        self._indexes: list[Sourced] = [
+            (session.index, Source.SESSION),
+            (partition.shared, Source.SHARED),
+            (partition.shapes, Source.SHARED),
+        ]
 
     @property
     def context(self) -> Tokens:

@@ -156,8 +156,9 @@ Output<Token> passages_of(const std::vector<Search>& asked, std::size_t nodes, T
 void bind_index(nb::module_& m) {
     using Unlocked = nb::call_guard<Released>;
     nb::class_<SuffixIndex>(m, "SuffixIndex")
-        .def(nb::init<std::size_t, std::size_t, bool, Position>(), nb::kw_only(), "tail"_a = SuffixIndex::kTail,
-             "ratio"_a = SuffixIndex::kRatio, "deferred"_a = false, "capacity"_a = SuffixIndex::kCapacity)
+        .def(nb::init<std::size_t, std::size_t, bool, Position, bool>(), nb::kw_only(), "tail"_a = SuffixIndex::kTail,
+             "ratio"_a = SuffixIndex::kRatio, "deferred"_a = false, "capacity"_a = SuffixIndex::kCapacity,
+             "shapes"_a = false)
         .def(
             "append",
             [](SuffixIndex& self, SequenceId sequence, const Input<Token>& tokens,

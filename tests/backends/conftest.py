@@ -60,7 +60,7 @@ def followed_requests() -> Counter[str]:
 def stored(cache: SuffixCache, namespace: str | Namespace = "default") -> list[list[int]]:
     """The outputs in the cache's index, in order."""
     with cache.request([1], namespace=namespace) as request:
-        shared = request.indexes[-1][0]
+        shared = request.indexes[1][0]
     return sorted(shared.tokens(number).tolist() for number in shared.oldest(2**40).tolist())
 
 

@@ -24,6 +24,8 @@ PRIOR_TRIES, MEMORY = 6.0, 400.0
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
 END_TOKENS = 64
+COMMON_TOKENS, RARE = 600, 2**31 - 2
+SHAPES = 3  # what levels of shapes are rated as
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,16 @@ class ReferenceIndex:
     occurrences: list[Occurrence] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
     clock: int = 0
+    shapes: bool = False  # whether it holds the shape of what it is given: RARE for every token that is not common
+
+    def shape(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [t if t < COMMON_TOKENS else RARE for t in tokens] if self.shapes else tokens
 
     def append(self, sequence: int, tokens: Sequence[int], context: Sequence[int] = ()) -> None:
         if sequence in self.closed or (sequence in self.prefixes and context):
             raise ValueError(sequence)
-        past = [*self.prefixes.setdefault(sequence, tuple(context)), *self.tokens(sequence)]
-        for token in tokens:
+        past = [*self.prefixes.setdefault(sequence, tuple(self.shape(context))), *self.tokens(sequence)]
+        for token in self.shape(tokens):
             self.clock += 1
             self.occurrences.append(Occurrence(sequence, self.clock, tuple(past[-DEPTH:]), token))
             past.append(token)
@@ -84,7 +90,8 @@ class ReferenceIndex:
 
     def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
         """The occurrences whose context matches over at least `length` tokens, oldest first."""
-        return [o for o in self.occurrences if o.shares(context) >= length]
+        shape = self.shape(context)
+        return [o for o in self.occurrences if o.shares(shape) >= length]
 
     def successors(self, context: Sequence[int]) -> tuple[Counter[int], int | None]:
         """Counts of the tokens that followed the last DEPTH tokens of a context, and the newest such token."""
@@ -107,12 +114,13 @@ class Level:
     counts: Counter[int]
     newest: int
     excluded: int
+    rated: int  # the source, or SHAPES
 
     @property
     def cell(self) -> Cell:
         """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
         excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
-        return self.source, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
+        return self.rated, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
 
     def weight(self, token: int) -> float:
         """A token's count, with a bonus for the most recent. Tokens share the level's probability by weight."""
@@ -129,14 +137,19 @@ class Level:
 
 
 def levels(indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int]) -> Iterator[Level]:
-    """Longest match first, earlier indexes first at each length (prediction by partial matching, with exclusion)."""
+    """Longest match first, earlier indexes first at each length (prediction by partial matching, with exclusion).
+
+    Indexes of shapes follow all others.
+    """
     offered: set[int] = set()
-    for length in reversed(LENGTHS):
-        for index, source in indexes:
-            novel = [o for o in index.matches(context, length) if o.token not in offered]
-            if novel:
-                yield Level(source, length, Counter(o.token for o in novel), novel[-1].token, len(offered))
-                offered.update(o.token for o in novel)
+    for shapes in (False, True):
+        for length in reversed(LENGTHS):
+            for index, source in [each for each in indexes if each[0].shapes == shapes]:
+                found = [o for o in index.matches(context, length) if not (shapes and o.token == RARE)]
+                if novel := [o for o in found if o.token not in offered]:
+                    counts, rated = Counter(o.token for o in novel), SHAPES if shapes else source
+                    yield Level(source, length, counts, novel[-1].token, len(offered), rated)
+                    offered.update(counts)
 
 
 def bucket(n: float, buckets: int) -> int:
@@ -177,6 +190,7 @@ class ReferenceDrafter:
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
     depths: DepthCorrection = field(default_factory=DepthCorrection)
+    shape_depths: DepthCorrection = field(default_factory=DepthCorrection)
     leads: DepthCorrection = field(default_factory=DepthCorrection)
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -184,6 +198,9 @@ class ReferenceDrafter:
         """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
         log_odds = -1.9 + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
+
+    def depths_of(self, level: Level) -> DepthCorrection:
+        return self.shape_depths if level.rated == SHAPES else self.depths
 
     def goes_on(self, token: int) -> float:
         ends, gone_on = self.ends.get(token, (0.0, 0.0))
@@ -199,7 +216,7 @@ class ReferenceDrafter:
             for level in levels(indexes, [*context, *tokens[:i]]):
                 hit = token in level.counts
                 hits, tries = self.record(level.cell)
-                self.depths.record(i, hits / tries, hit)
+                self.depths_of(level).record(i, hits / tries, hit)
                 if hit and len(level.counts) > 1:
                     self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
                 scale = 0.5 if tries + 1.0 > MEMORY else 1.0
@@ -235,7 +252,7 @@ class ReferenceDrafter:
                 at = tree[at][1]
             for level in levels(indexes, [*context, *reversed(path)]):
                 hits, tries = self.record(level.cell)
-                rate, corrected = hits / tries, self.depths.correct(len(path), hits / tries)
+                rate, corrected = hits / tries, self.depths_of(level).correct(len(path), hits / tries)
                 for token, share in self.shares(level, len(path)).items():
                     probability = reach * rate / level.weights * level.weight(token)
                     if probability >= NEGLIGIBLE and reported * corrected * share >= min_probability:

@@ -78,7 +78,7 @@ class Forget:
 tenants, names = st.sampled_from(["a", "b"]), st.sampled_from(["s", "t", None])
 
 
-ids = st.integers(0, 4)
+ids = st.sampled_from((0, 1, 2, 600, 700))  # the last two are rare: shapes do without them
 
 
 @st.composite
@@ -135,7 +135,7 @@ def assert_equal_drafts(cache: SuffixCache, left: list[Turn]) -> None:
         for turn in left:
             turn.record(innocent)
         for tenant in "ab":
-            for context in ([0], [1, 2], [3, 3, 4], *(turn.prompt + turn.output[:2] for turn in left[-3:])):
+            for context in ([0], [1, 2], [600, 700], [1, 800], *(turn.prompt + turn.output[:2] for turn in left[-3:])):
                 assert rows(cache, tenant, context) == rows(innocent, tenant, context)
     cache.check_integrity()
     assert cache.stats().sequences == len(left)

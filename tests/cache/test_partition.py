@@ -11,6 +11,8 @@ from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace, Source
 from tests.cache.native_index import NativeIndex
 
+MOST = 1 << 20
+
 
 def partition_with(count: int) -> Partition:
     partition = Partition(Namespace("t"))
@@ -26,14 +28,14 @@ def test_the_least_recently_hit_sequences_go_first() -> None:
         start = np.array([1000 * sequence], dtype=np.int32)
         partition.drafter.observe([(partition.shared, Source.SHARED)], start, start + 1)
     partition.merge(lambda: False)
-    before = partition.shared.memory_bytes()
+    before = partition.memory_bytes()
     partition.evict(before * 11 // 20)
     assert partition.memory_bytes() - partition.reclaimable_bytes() < before * 0.7  # before it is given back, too
     partition.merge(lambda: False)
     left = set(partition.shared.oldest(1 << 40).tolist())
     assert set(range(20)) >= left or left >= set(range(20))
     assert 0 < len(left) <= 20
-    assert partition.shared.memory_bytes() <= before * 0.6
+    assert partition.memory_bytes() <= before * 0.6
     partition.shared.check_integrity()
 
 
@@ -53,7 +55,13 @@ def test_outputs_find_room_where_positions_run_out() -> None:
         partition.add(SequenceRecord(200, Namespace("t"), None, np.zeros(20_000, np.int32), EMPTY, 0.0))
 
 
-MOST = 1 << 20
+def test_shapes_are_of_the_newest_outputs_also_once_loaded() -> None:
+    partition, loaded = partition_with(40), Partition(Namespace("t"))
+    loaded.adopt(partition.shared, dict(partition.known()))
+    for one in (partition, loaded):
+        assert sorted(one.shapes.oldest(MOST).tolist()) == list(range(24, 40))  # of 500 tokens each
+        one.remove([30])
+        assert 30 not in one.shapes.oldest(MOST)
 
 
 def tokens(*ids: int) -> Tokens:

@@ -27,11 +27,12 @@ def periodic(pattern: list[int], length: int) -> list[int]:
     return (pattern * (length // len(pattern) + 1))[:length]
 
 
-tiny = st.lists(st.integers(0, 2), max_size=60)
+tokens = st.sampled_from((0, 1, 600, 700))  # the last two are rare
+tiny = st.lists(st.sampled_from((0, 1, 600)), max_size=60)
 wide = st.lists(st.integers(0, 2**31 - 2), max_size=40)
-repetitive = st.builds(periodic, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 100))
+repetitive = st.builds(periodic, st.lists(tokens, min_size=1, max_size=4), st.integers(0, 100))
 texts = st.one_of(tiny, wide, repetitive)
-contexts = st.one_of(st.lists(st.integers(0, 3), min_size=1, max_size=8), repetitive.filter(bool))
+contexts = st.one_of(st.lists(tokens, min_size=1, max_size=8), repetitive.filter(bool))
 
 
 def assert_same_answers(native: NativeIndex, twin: ReferenceIndex, context: list[int]) -> None:
@@ -66,20 +67,21 @@ def assert_same_drafts(
 class SameIndex(RuleBasedStateMachine):
     """Open, append, close, truncate and remove sequences in any order, in both implementations.
 
-    Merges are done at once, or wait for steps that come at any time: no answer depends on it.
+    Merges are done at once, or wait for steps that come at any time: no answer depends on it. The index is of text or
+    of its shapes.
     """
 
     sequences = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
-        self.twin = ReferenceIndex()
         self.drafter = NativeDrafter(scan_limit=NO_SAMPLING)
         self.twin_drafter = ReferenceDrafter()
 
-    @initialize(deferred=st.booleans())
-    def create(self, deferred: bool) -> None:
-        self.native = NativeIndex(tail=5, ratio=2, deferred=deferred)
+    @initialize(deferred=st.booleans(), shapes=st.booleans())
+    def create(self, deferred: bool, shapes: bool) -> None:
+        self.native = NativeIndex(tail=5, ratio=2, deferred=deferred, shapes=shapes)
+        self.twin = ReferenceIndex(shapes=shapes)
 
     @rule(steps=st.integers(1, 3))
     def merge(self, steps: int) -> None:
@@ -122,12 +124,12 @@ class SameIndex(RuleBasedStateMachine):
     def query(self, context: list[int]) -> None:
         assert_same_answers(self.native, self.twin, context)
 
-    @rule(context=contexts, tokens=st.lists(st.integers(0, 3), max_size=6))
+    @rule(context=contexts, tokens=st.lists(tokens, max_size=6))
     def learn(self, context: list[int], tokens: list[int]) -> None:
         self.drafter.observe([(self.native, Source.SHARED)], context, tokens)
         self.twin_drafter.observe([(self.twin, Source.SHARED)], context, tokens)
 
-    @rule(token=st.integers(0, 3))
+    @rule(token=tokens)
     def end(self, token: int) -> None:
         self.drafter.observe_end(token)
         self.twin_drafter.observe_end(token)
@@ -152,18 +154,21 @@ class SameIndex(RuleBasedStateMachine):
             assert self.native.prefix(sequence).tolist() == self.twin.prefix(sequence)
 
 
-SameIndex.TestCase.settings = settings(stateful_step_count=25)
+TestSameIndex = SameIndex.TestCase
+TestSameIndex.settings = settings(stateful_step_count=25)
 
 
-@given(session=texts, shared=texts, output=st.lists(st.integers(0, 3), max_size=10), floor=st.floats(0, 0.3))
-def test_two_sources_draft_alike_while_learning(
+@given(session=texts, shared=texts, output=st.lists(tokens, max_size=10), floor=st.floats(0, 0.3))
+def test_sources_and_shapes_draft_alike_while_learning(
     session: list[int], shared: list[int], output: list[int], floor: float
 ) -> None:
-    natives, twins = (NativeIndex(tail=3, ratio=1), NativeIndex()), (ReferenceIndex(), ReferenceIndex())
+    natives = NativeIndex(tail=3, ratio=1), NativeIndex(shapes=True), NativeIndex()
+    twins = ReferenceIndex(), ReferenceIndex(shapes=True), ReferenceIndex()
     for index in (natives, twins):
         index[0].append(0, session)
         index[1].append(0, shared)
-    sources = (Source.SESSION, Source.SHARED)
+        index[2].append(0, shared)
+    sources = (Source.SESSION, Source.SHARED, Source.SHARED)
     drafter, twin_drafter = NativeDrafter(scan_limit=NO_SAMPLING), ReferenceDrafter()
     context = session[-64:]
     for token in output:

@@ -11,7 +11,7 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.deletion import PartlyForgottenError
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheClosedError
-from agentspec.types import Namespace
+from agentspec.types import Namespace, Source
 
 
 def text(seed: int, length: int) -> Tokens:
@@ -34,6 +34,16 @@ def test_namespaces_share_nothing() -> None:
         with cache.request([1, 40], namespace=a) as request:
             assert request.draft(max_tokens=1).tokens.tolist() == [41]
         assert cache.stats().namespaces == 4
+
+
+def test_the_shape_of_past_outputs_is_drafted_between_new_names() -> None:
+    with SuffixCache.open() as cache:
+        record(cache, [1], [700, 5, 6, 701, 7, 8, 702], namespace="a")
+        for namespace, expected in (("a", [7, 8]), ("b", [])):
+            with cache.request([1, 900, 5, 6, 901], namespace=namespace) as request:
+                draft = request.draft(max_tokens=2, chain=True)
+            assert draft.tokens.tolist() == expected
+            assert draft.source.tolist() == [Source.SHARED] * len(expected)
 
 
 def test_what_one_namespace_learns_does_not_reach_another() -> None:

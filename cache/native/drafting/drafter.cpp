@@ -19,15 +19,19 @@ constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at o
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
 
 SearchedIndexes searched_in(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) {
-    SearchedIndexes searched{{}, {}, scan_limit};
-    for (std::size_t i = 0; i < indexes.size(); ++i) {
-        const auto& [index, source] = indexes[i];
-        if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
-        for (const SourcedIndex& before : indexes.first(i)) {
-            if (before.index == index) throw std::invalid_argument("an index given twice");
+    SearchedIndexes searched{.scan_limit = scan_limit};
+    for (const bool shapes : {false, true}) {
+        for (const auto& [index, source] : indexes) {
+            if (index->has_shapes() != shapes) continue;
+            if (source < 0 || source >= kSources) throw std::invalid_argument("unknown source");
+            for (const SourcedIndex& before : searched.indexes) {
+                if (before.index == index) throw std::invalid_argument("an index given twice");
+            }
+            searched.views.emplace_back(*index);
+            searched.indexes.push_back({index, source});
+            searched.rated.push_back(shapes ? kShapeSource : source);
         }
-        searched.views.emplace_back(*index);
-        searched.sources.push_back(source);
+        if (!shapes) searched.of_text = searched.views.size();
     }
     return searched;
 }
@@ -96,7 +100,7 @@ private:
 /// What was learned, as far as a draft goes by it.
 struct Learned {
     const HitRates& rates;
-    const DepthRates &depths, &leads;
+    const DepthRates &depths, &shape_depths, &leads;
     const EndRates& ends;
 };
 
@@ -108,7 +112,7 @@ public:
         forget();
         at(0).start(searched, context);
         for (const IndexView& view : searched.views) snapshots_.push_back(view.snapshot().number);
-        sources_ = searched.sources;
+        rated_ = searched.rated;
         return at(0);
     }
     /// The walk of a further node of the tree.
@@ -134,7 +138,7 @@ public:
     /// Whether they are of this context, in the same snapshots of the same indexes.
     bool are_of(const SearchedIndexes& searched, std::span<const Token> context) const {
         const auto same = [](const IndexView& view, std::uint64_t number) { return view.snapshot().number == number; };
-        return !snapshots_.empty() && sources_ == searched.sources && walks_[0].query().is(context) &&
+        return !snapshots_.empty() && rated_ == searched.rated && walks_[0].query().is(context) &&
                std::ranges::equal(searched.views, snapshots_, same);
     }
     bool are_free() const { return snapshots_.empty(); }
@@ -151,7 +155,7 @@ private:
     }
 
     std::vector<std::uint64_t> snapshots_;  // their numbers: what these walks point to is there as long as these are
-    std::vector<int> sources_;
+    std::vector<int> rated_;
     std::deque<LevelWalk> walks_;  // of the context, then of the nodes
     std::vector<std::pair<int, Token>> nodes_;  // parent and token of each
 };
@@ -258,21 +262,22 @@ private:
         const auto worth = [&](double bound) { return reach.probability * bound >= kAlmost * best(); };
         const Level* level = walks_->of(node).next(learned_.rates, worth);
         if (level == nullptr) return;
-        const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
+        const DepthRates& depths = level->key.is_of_shapes() ? learned_.shape_depths : learned_.depths;
+        const double rate = learned_.rates.rate(level->key), corrected = depths.correct(reach.depth, rate);
         const Symbol& leader = walk.leader(*level);
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
         const double scale = reach.probability * rate / level->weights(), reported = reach.corrected * corrected;
         const double reported_scale =
             lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
+        const int source = walk.source(*level);
         for (const Symbol& symbol : walk.symbols(*level)) {
             const double weight = level->weight(symbol), probability = scale * weight;
             if (probability < least_.least()) continue;
             const double reported_here = &symbol == &leader ? reported * reported_lead : reported_scale * weight;
             if (reported_here < floor_) continue;
             if (!chain_) least_.add(probability);
-            open_.push(
-                {probability, reported_here, node, symbol.token, kLengths[level->key.length], level->key.source});
+            open_.push({probability, reported_here, node, symbol.token, kLengths[level->key.length], source});
         }
         reach.probability *= 1.0 - rate;
         reach.corrected *= 1.0 - corrected;
@@ -331,8 +336,8 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     std::optional<Reading> reading(*this);
-    DraftTree tree =
-        Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
+    DraftTree tree = Growth({rates_, depths_, shape_depths_, leads_, ends_}, max_tokens, min_probability, chain, until)
+                         .grow(searched, context);
     reading.reset();
     if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(false);
     return tree;
@@ -385,7 +390,7 @@ std::vector<std::unique_ptr<Drafter::Waiting>> Drafter::waiting() {
 void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens_) ends_.record(token);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes_) {
-        depths_.record(depth, rates_.rate(key), hit);
+        (key.is_of_shapes() ? shape_depths_ : depths_).record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
     }
@@ -401,8 +406,8 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     Lesson lesson;
     lesson.tokens_.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
-    for (std::size_t i = 0; i < indexes.size(); ++i) {
-        lesson.hits_.push_back({indexes[i].index, searched.views[i].generation(), {}});
+    for (std::size_t i = 0; i < searched.of_text; ++i) {
+        lesson.hits_.push_back({searched.indexes[i].index, searched.views[i].generation(), {}});
     }
     auto walks = kept_walks().take(searched, context);
     if (!walks) {
@@ -425,7 +430,8 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
             const double lead = level->weight(leader) / level->weights();
             lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
-            lesson.hits_[level->view].positions.push_back(found->newest);
+            const auto view = static_cast<std::size_t>(level->view);
+            if (view < searched.of_text) lesson.hits_[view].positions.push_back(found->newest);
             break;
         }
     }
@@ -442,15 +448,15 @@ void Drafter::observe_end(Token token) {
 
 std::size_t Drafter::memory_bytes() const {
     const std::shared_lock lock(mutex_);
-    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + leads_.memory_bytes() +
-           ends_.memory_bytes() + waiting_bytes_;
+    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + shape_depths_.memory_bytes() +
+           leads_.memory_bytes() + ends_.memory_bytes() + waiting_bytes_;
 }
 
 std::vector<double> Drafter::state() const {
     if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(true);
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
-    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) {
+    for (const std::vector<double>& more : {depths_.state(), shape_depths_.state(), leads_.state(), ends_.state()}) {
         state.insert(state.end(), more.begin(), more.end());
     }
     return state;
@@ -458,7 +464,7 @@ std::vector<double> Drafter::state() const {
 
 void Drafter::restore(std::span<const double> state) {
     HitRates rates;
-    DepthRates depths, leads;
+    DepthRates depths, shape_depths, leads;
     EndRates ends;
     constexpr auto take = [](std::span<const double>& from, std::size_t size) {
         const auto taken = from.first(std::min(size, from.size()));
@@ -466,14 +472,14 @@ void Drafter::restore(std::span<const double> state) {
         return taken;
     };
     rates.restore(take(state, HitRates::kStateSize));
-    depths.restore(take(state, DepthRates::kStateSize));
-    leads.restore(take(state, DepthRates::kStateSize));
+    for (DepthRates* one : {&depths, &shape_depths, &leads}) one->restore(take(state, DepthRates::kStateSize));
     ends.restore(state);
     const std::unique_lock lock(mutex_);
     waiting();
     ++version_;
     rates_ = std::move(rates);
     depths_ = std::move(depths);
+    shape_depths_ = std::move(shape_depths);
     leads_ = std::move(leads);
     ends_ = std::move(ends);
 }

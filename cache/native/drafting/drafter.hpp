@@ -80,7 +80,8 @@ private:
     std::atomic<Waiting*> waiting_{nullptr};  // lessons put off, the newest first
     std::atomic<std::size_t> waiting_bytes_{0};
     HitRates rates_;
-    DepthRates depths_, leads_;  // of a level's hit rate, and of its leading symbol's share once it is hit
+    DepthRates depths_, shape_depths_;  // of the hit rate of a level of text, and of shapes
+    DepthRates leads_;  // of the share of a level's leading symbol, once the level is hit
     EndRates ends_;
     std::atomic<std::uint64_t> version_{0};
 };

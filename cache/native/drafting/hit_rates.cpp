@@ -52,7 +52,7 @@ const std::size_t HitRates::kStateSize = kRows * kWidth;
 /// The rates by hand, and their bounds, made once.
 struct HitRates::Initial {
     std::vector<double> cells = std::vector<double>(kRows * kWidth);
-    std::vector<double> limits = std::vector<double>(kSources * 2 * kGroups);
+    std::vector<double> limits = std::vector<double>(kRatedSources * 2 * kGroups);
 
     Initial() {
         double* c = cells.data();
@@ -64,7 +64,7 @@ struct HitRates::Initial {
                         c[1] = kPriorTries;
                     }
         const SharedRows<kRows, kWidth> rows(cells.data());
-        for (int source = 0; source < kSources; ++source) bind(rows, source, &limits[source * 2 * kGroups]);
+        for (int source = 0; source < kRatedSources; ++source) bind(rows, source, &limits[source * 2 * kGroups]);
     }
 };
 
@@ -154,7 +154,7 @@ void HitRates::restore(std::span<const double> state) {
     }
     for (int row = 0; row < kRows; ++row) cells_.assign(row, state.subspan(row * kWidth, kWidth));
     std::vector<double> limits(2 * kGroups);
-    for (int source = 0; source < kSources; ++source) {
+    for (int source = 0; source < kRatedSources; ++source) {
         bind(cells_, source, limits.data());
         limits_.assign(source, limits);
     }

@@ -14,7 +14,9 @@
 
 namespace agentspec {
 
-inline constexpr int kSources = 3;
+inline constexpr int kSources = 3;  // of text
+inline constexpr int kShapeSource = kSources;  // by which levels of shapes are rated, whatever they are reported as
+inline constexpr int kRatedSources = kSources + 1;
 inline constexpr int kLengths[] = {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48};
 inline constexpr int kLengthCount = 15;
 
@@ -23,11 +25,13 @@ int length_index(int shared);
 
 /// The properties of a level that are known before the next token is.
 struct LevelKey {
-    int source;        // < kSources
+    int source;        // < kRatedSources
     int length;        // index in kLengths
     double total;      // occurrences of the symbols it offers
     int distinct;      // number of those symbols
     int excluded;      // number of symbols that longer levels offered
+
+    bool is_of_shapes() const { return source == kShapeSource; }
 };
 
 class HitRates {
@@ -50,7 +54,7 @@ public:
 
 private:
     static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
-    static constexpr int kRows = kSources * kLengthCount;  // one of each source and length
+    static constexpr int kRows = kRatedSources * kLengthCount;  // one of each source and length
     static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
     static constexpr int kGroups = kLengthCount * kExcludeds;  // of a source: what is known before a level is looked at
 
@@ -65,7 +69,7 @@ private:
 
     SharedRows<kRows, kWidth> cells_;
     // By source: the highest rate of a cell of each group, then the highest over shorter lengths and larger exclusions.
-    SharedRows<kSources, 2 * kGroups> limits_;
+    SharedRows<kRatedSources, 2 * kGroups> limits_;
 };
 
 /// How likely an output goes on after a token. Tokens after an end-of-turn token in a transcript are never generated.

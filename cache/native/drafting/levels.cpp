@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "index/shapes.hpp"
+
 namespace agentspec {
 void TokenSlots::clear() {
     if (++stamp_ == 0) {
@@ -48,7 +50,7 @@ void LevelWalk::start(const SearchedIndexes& searched, std::span<const Token> co
     searched_ = &searched;
     query_.assign(context);
     matches_.resize(searched.views.size());
-    for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, nullptr);
+    for (std::size_t view = 0; view < searched.of_text; ++view) begin(view, query_, nullptr);
     restart();
 }
 
@@ -56,7 +58,7 @@ void LevelWalk::follow(const LevelWalk& before, Token token) {
     searched_ = before.searched_;
     query_.follow(before.query_, token);
     matches_.resize(before.matches_.size());
-    for (std::size_t view = 0; view < matches_.size(); ++view) begin(view, &before.matches_[view]);
+    for (std::size_t view = 0; view < searched_->of_text; ++view) begin(view, query_, &before.matches_[view]);
     restart();
 }
 
@@ -64,14 +66,16 @@ void LevelWalk::restart() {
     slots_.clear();
     symbols_.clear();
     levels_.clear();
+    first_ = 0;
+    end_ = searched_->of_text;
     shorten();
 }
 
-/// Look for the query in one index, where `before` was found when it was a token shorter.
-void LevelWalk::begin(std::size_t view, const Matches* before) {
+/// Look for a query in one index, where `before` was found when it was a token shorter.
+void LevelWalk::begin(std::size_t view, const Query& query, const Matches* before) {
     const IndexView& index = searched_->views[view];
-    const Token* end = query_.end();
-    const int most = query_.length();
+    const Token* end = query.end();
+    const int most = query.length();
     if (index.may_start(pair_before(end))) before = nullptr;
     Matches& matches = matches_[view];
     matches.clear();
@@ -102,7 +106,7 @@ const Symbol& LevelWalk::leader(const Level& level) const {
 
 /// The next index, of those left, that offers anything new at the present length.
 const Level* LevelWalk::next_of_length() {
-    while (view_ < matches_.size()) {
+    while (view_ < end_) {
         const std::size_t view = view_++;
         if (next(matches_[view]) < length_) continue;
         widen(view, length_);
@@ -112,17 +116,30 @@ const Level* LevelWalk::next_of_length() {
     return nullptr;
 }
 
-/// Go on to the next length that any index has matches of; 0 where there is none.
+/// Go on to the next length that any index has matches of, at last to those of shapes; 0 where there is none.
 void LevelWalk::shorten() {
     int longest = 0;
-    for (const Matches& one : matches_) longest = std::max(longest, next(one));
+    for (std::size_t view = first_; view < end_; ++view) longest = std::max(longest, next(matches_[view]));
     length_ = longest > 0 ? kLengths[length_index(longest)] : 0;
-    view_ = 0;
+    view_ = first_;
+    if (length_ == 0 && in_text() && end_ < matches_.size()) begin_shapes();
+}
+
+/// Few contexts come to this, and their shapes are looked for only then.
+void LevelWalk::begin_shapes() {
+    shape_.take_shape_of(query_);
+    first_ = end_;
+    end_ = matches_.size();
+    for (std::size_t view = first_; view < end_; ++view) begin(view, shape_, nullptr);
+    shorten();
 }
 
 double LevelWalk::bound(const HitRates& rates) const {
     if (length_ == 0) return 0.0;
-    return rates.bound(searched_->sources, length_index(length_), static_cast<int>(symbols_.size()));
+    const std::span<const int> sources = searched_->rated;
+    const int excluded = static_cast<int>(symbols_.size());
+    const double here = rates.bound(sources.subspan(first_, end_ - first_), length_index(length_), excluded);
+    return std::max(here, rates.bound(sources.subspan(end_), length_index(query_.length()), excluded));
 }
 
 /// Add a level: the matches of at least `length` tokens in one index, which may offer nothing new.
@@ -130,10 +147,11 @@ void LevelWalk::widen(std::size_t view, int length) {
     const std::size_t known = symbols_.size();
     Matches& matches = matches_[view];
     const IndexView& index = searched_->views[view];
+    const Token never = in_text() ? kBoundary : kRare;  // to be offered
     Token last = kBoundary;  // the last token offered: the next is most often the same
     std::size_t slot = 0;    // of it
     const auto offer = [&](Token token, Position position, double weight) {
-        if (index.is_dead(position)) return;
+        if (token == never || index.is_dead(position)) return;
         if (token != last) {
             last = token;
             slot = slots_.find_or_add(token, symbols_.size());
@@ -149,7 +167,7 @@ void LevelWalk::widen(std::size_t view, int length) {
         const std::size_t size = index.runs()[r]->size();
         matches[r].widen(length, size <= SuffixIndex::kTail ? SuffixIndex::kTail : searched_->scan_limit, offer);
     }
-    Level level{{searched_->sources[view], length_index(length), 0.0, 0, static_cast<int>(known)},
+    Level level{{searched_->rated[view], length_index(length), 0.0, 0, static_cast<int>(known)},
                 static_cast<int>(view),
                 0,
                 known,

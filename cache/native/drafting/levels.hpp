@@ -1,5 +1,5 @@
-// The next tokens that the indexes offer after one context, in levels of ever shorter matches. Each level holds the
-// symbols that no level before it offered.
+// The next tokens that the indexes offer after one context, in levels of ever shorter matches: first of text, then of
+// its shape. Each level holds the symbols that no level before it offered.
 #pragma once
 
 #include <cstddef>
@@ -61,15 +61,17 @@ private:
     std::size_t size_ = 0;
 };
 
-/// The indexes of one call, as they were when it began.
+/// The indexes of one call, as they were when it began; those of shapes go last.
 struct SearchedIndexes {
     std::vector<IndexView> views;
-    std::vector<int> sources;   // of the view at the same place
-    std::uint32_t scan_limit;   // of more new matches than this in a run an even sample is looked at
+    std::vector<SourcedIndex> indexes;  // of the view at the same place
+    std::vector<int> rated;     // the source that its levels are rated by, likewise
+    std::size_t of_text = 0;    // so many are of text
+    std::uint32_t scan_limit = 0;  // of more new matches than this in a run an even sample is looked at
 };
 
-/// Walks the levels of one context, longest match first, earlier indexes first at each length, and keeps them.
-/// Reusable: it begins again with `start` or `follow`.
+/// Walks the levels of one context, longest match first, earlier indexes first at each length, and keeps them. Levels
+/// of shapes follow those of text. Reusable: it begins again with `start` or `follow`.
 class LevelWalk {
 public:
     void start(const SearchedIndexes& searched, std::span<const Token> context);
@@ -95,6 +97,8 @@ public:
     /// Upper bound of the hit rates of the levels left; 0 if none is left.
     double bound(const HitRates& rates) const;
 
+    /// The Draft.source value of a level's symbols.
+    int source(const Level& level) const { return searched_->indexes[static_cast<std::size_t>(level.view)].source; }
     std::span<const Symbol> symbols(const Level& level) const {
         return std::span(symbols_).subspan(level.begin, level.end - level.begin);
     }
@@ -106,20 +110,22 @@ private:
     using Matches = std::vector<RunMatches>;  // one index's matches of the query, by run
 
     static int next(const Matches& matches);
-    void begin(std::size_t view, const Matches* before);
+    void begin(std::size_t view, const Query& query, const Matches* before);
     void restart();
     void widen(std::size_t view, int length);
     const Level* next_of_length();
     void shorten();
+    void begin_shapes();
+    bool in_text() const { return end_ == searched_->of_text; }
 
     const SearchedIndexes* searched_ = nullptr;
-    Query query_;
+    Query query_, shape_;
     std::vector<Matches> matches_;
     TokenSlots slots_;  // places in symbols_
     std::vector<Symbol> symbols_;  // of all levels
     std::vector<Level> levels_;
     int length_ = 0;
-    std::size_t view_ = 0;
+    std::size_t first_ = 0, view_ = 0, end_ = 0;  // the views searched now, and the next of them at this length
 };
 
 }  // namespace agentspec

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "index/shapes.hpp"
+
 namespace agentspec {
 
 void require_tokens(std::span<const Token> tokens) {
@@ -29,6 +31,12 @@ void Query::follow(const Query& before, Token token) {
     length_ = std::min(before.length_ + 1, kDepth);
     Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
     *std::copy(before.end() - (length_ - 1), before.end(), out) = token;
+}
+
+void Query::take_shape_of(const Query& text) {
+    length_ = text.length_;
+    Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
+    std::ranges::copy(shape_of({text.end() - length_, text.end()}), out);
 }
 
 }  // namespace agentspec

@@ -22,6 +22,8 @@ public:
     void assign(std::span<const Token> context);
     /// Make this the query `before` followed by `token`.
     void follow(const Query& before, Token token);
+    /// Make this the query for the shape of what `text` is for.
+    void take_shape_of(const Query& text);
 
 private:
     Token buffer_[kPadding];

@@ -11,11 +11,12 @@
 
 #include "index/relocation.hpp"
 #include "index/run_cursor.hpp"
+#include "index/shapes.hpp"
 
 namespace agentspec {
 
-SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Position capacity)
-    : tail_limit_(tail), ratio_(ratio), deferred_(deferred), capacity_(capacity) {
+SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Position capacity, bool shapes)
+    : tail_limit_(tail), ratio_(ratio), deferred_(deferred), shapes_(shapes), capacity_(capacity) {
     if (tail < 1 || ratio < 1) throw std::invalid_argument("tail and ratio must be at least 1");
     log_ = TokenLog().with_room(kPadding);
     log_->append(std::vector<Token>(kPadding, kBoundary));
@@ -36,6 +37,11 @@ const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
     require_tokens(tokens);
     require_tokens(context);
+    std::vector<Token> shape, shape_before;
+    if (shapes_) {
+        tokens = shape = shape_of(tokens);
+        context = shape_before = shape_of(context);
+    }
     std::vector<Retired> outgrown;
     {
         const Hold hold(*this);
@@ -327,7 +333,8 @@ template <class Visit>
 void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) const {
     if (context.empty()) throw std::invalid_argument("a context needs at least one token");
     require_tokens(context);
-    const Query query(context);
+    Query query(context);
+    if (shapes_) query.take_shape_of(query);
     const std::shared_ptr<const Snapshot> seen = snapshot();
     const LogView log = seen->log->view();
     const auto visit_living = [&](Position position) {

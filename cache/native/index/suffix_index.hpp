@@ -82,9 +82,10 @@ public:
     /// New positions join the newest run up to `tail` positions; others are at least `ratio` times as large as the
     /// next. Drafts depend on neither. Unless `deferred`, merging is done when a change returns; otherwise it waits for
     /// `merge_step`. The log takes `capacity` positions, those of removed text included until work that waits has taken
-    /// them back. Throws std::invalid_argument unless tail >= 1 and ratio >= 1.
+    /// them back. An index of `shapes` holds the shape of all text that it is given. Throws std::invalid_argument
+    /// unless tail >= 1 and ratio >= 1.
     explicit SuffixIndex(std::size_t tail = kTail, std::size_t ratio = kRatio, bool deferred = false,
-                         Position capacity = kCapacity);
+                         Position capacity = kCapacity, bool shapes = false);
 
     /// Add tokens at the end of a sequence, a new or an open one. `context` (new sequences only) holds the tokens
     /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or what is
@@ -140,6 +141,7 @@ public:
 
     /// What drafts read from.
     std::shared_ptr<const Snapshot> snapshot() const;
+    bool has_shapes() const { return shapes_; }
     /// Count a hit for the sequences that hold these positions of a snapshot of that generation; none if the log was
     /// rewritten since.
     void record_hits(std::uint64_t generation, std::span<const Position> positions);
@@ -265,7 +267,7 @@ private:
     void check_use() const;
 
     const std::size_t tail_limit_, ratio_;
-    const bool deferred_;
+    const bool deferred_, shapes_;
     const std::size_t capacity_;  // positions
     mutable std::mutex merging_;  // held by the one thread that merges, before the next
     mutable std::mutex changing_;  // held to change the index, for work in proportion to the tokens given
