@@ -133,6 +133,40 @@ def cache(
 
 
 @app.command()
+def rollouts(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Recorded samples, JSON lines", dir_okay=False)],
+    problems: Annotated[
+        list[Path] | None, typer.Option(help='Sample these first: JSON lines, "id" and "problem"', exists=True)
+    ] = None,
+    model: ModelOption = "smollm2-135m",
+    dtype: Annotated[str, typer.Option(help="In which the model samples: auto, float32, bfloat16")] = "auto",
+    count: Annotated[int, typer.Option(help="Problems that are sampled", min=1)] = 16,
+    samples: Annotated[int, typer.Option(help="Samples of a problem in an epoch", min=2)] = 8,
+    epochs: Annotated[int, typer.Option(help="Epochs", min=2, max=4)] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample", min=1)] = 200,
+    budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
+    batch: Annotated[int, typer.Option(help="Samples that run together", min=1)] = 64,
+    json: JsonFile = None,
+) -> None:
+    """Replay samples of the same prompts, epoch after epoch, as a trainer asks for them, recorded here or before."""
+    from agentspec.benchmarks.rollouts.bench import run_rollouts
+    from agentspec.benchmarks.rollouts.recording import read_problems, record
+
+    def measure(progress: Progress) -> Any:
+        if problems:
+            from agentspec.backends.settings import TorchSettings
+            from agentspec.backends.torch import TorchBackend
+
+            progress(f"loading {model}")
+            backend = TorchBackend.load(TorchSettings(model=model, dtype=dtype))
+            asked = read_problems(problems, count)
+            record(backend, asked, file, size=samples, epochs=epochs, max_tokens=max_tokens, progress=progress)
+        return run_rollouts(file, size=samples, epochs=epochs, budgets=budgets, batch=batch, progress=progress)
+
+    publish(measure, json, packages=("numpy",), subject={"model": model})
+
+
+@app.command()
 def gateway(
     measure: Annotated[list[GatewayMeasure] | None, typer.Option(help="Only these measures [default: all]")] = None,
     runs: Annotated[int, typer.Option(help="Repetitions, whose medians are shown", min=1)] = 1,

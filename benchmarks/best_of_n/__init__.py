@@ -1,1 +1,0 @@
-"""Several sampled answers to one question, recorded once and replayed with one drafter after another."""

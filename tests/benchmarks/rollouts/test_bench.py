@@ -1,0 +1,81 @@
+"""The rollouts benchmark: recording by a tiny model, and the replay of samples whose steps are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from agentspec.benchmarks.rollouts.drafters import Cached, Contender, Lookup, Oracle
+from agentspec.benchmarks.rollouts.recording import TEMPERATURES, Rollouts, read_rollouts
+from agentspec.benchmarks.rollouts.replay import Epoch, Plan, milliseconds, replay_epochs
+from agentspec.cli import app
+from agentspec.errors import ConfigurationError
+
+SIZE, EPOCHS = 2, 2
+
+
+def rollouts(*texts: Sequence[int]) -> Rollouts:
+    """A prompt with these samples in each epoch, at all temperatures."""
+    arrays = [np.array(text, dtype=np.int32) for text in texts]
+    samples = dict.fromkeys(TEMPERATURES[:EPOCHS], arrays * EPOCHS)
+    return Rollouts("p", np.array([1, 2], dtype=np.int32), samples)
+
+
+def replayed(recorded: Rollouts, drafter: Contender | None, plan: Plan, drifts: bool = False) -> list[Epoch]:
+    size = len(recorded.samples[1.0]) // EPOCHS
+    return list(replay_epochs([recorded], drafter, plan, size=size, epochs=EPOCHS, drifts=drifts, batch=64))
+
+
+TEXTS = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), min_size=1, max_size=3)
+PLANS = [Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, cut="chosen")]
+
+
+@given(TEXTS, st.sampled_from(PLANS), st.sampled_from([Cached, partial(Cached, 1), Lookup, Oracle]), st.booleans())
+def test_every_token_is_emitted_once_in_no_more_steps_than_without_drafts(
+    texts: list[list[int]], plan: Plan, make: Any, drifts: bool
+) -> None:
+    recorded = rollouts(*texts)
+    for one, plain in zip(replayed(recorded, make(), plan, drifts), replayed(recorded, None, Plan(0)), strict=True):
+        assert one.tokens.total() == plain.tokens.total() == plain.steps.total() == sum(map(len, texts))
+        assert one.steps.total() <= plain.steps.total() and plain.nodes == 0
+        assert sum(one.batches) == pytest.approx(sum(one.cost.values()))
+
+
+def test_a_batch_takes_as_long_as_its_forwards() -> None:
+    (epoch, _) = replayed(rollouts([3, 4, 5], [3]), None, Plan(0))
+    assert epoch.batches == [pytest.approx(6.57 + 6.51 + 6.51)]
+    assert epoch.steps == {0: 2, 1: 2} and milliseconds(96) == pytest.approx(7.82 + 0.58)
+
+
+def test_the_same_text_again_is_drafted_whole_and_the_oracle_knows_where_it_goes_on() -> None:
+    text = [3, 4, 5, 6, 7, 8, 9, 3, 5]
+    first, second = replayed(rollouts(text), Cached(), Plan(16))
+    assert first.tokens_per_step < second.tokens_per_step == len(text)
+    assert [one.steps.total() for one in replayed(rollouts(text), Oracle(), Plan(4))] == [9, 2]
+
+
+def test_recording_then_replaying(tiny_model: Path, tmp_path: Path) -> None:
+    problems, out, figures = (tmp_path / name for name in ("problems.jsonl", "rollouts.jsonl", "figures.json"))
+    problems.write_text("".join(json.dumps({"id": name, "problem": f"{name}?"}) + "\n" for name in "abc"))
+    command = ["bench", "rollouts", str(out), "--problems", str(problems), "--model", str(tiny_model), "--count", "2"]
+    command += ["--samples", str(SIZE), "--epochs", str(EPOCHS), "--max-tokens", "6", "--json", str(figures)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    written = out.read_text()
+    assert CliRunner().invoke(app, command).exit_code == 0 and out.read_text() == written  # not sampled again
+    recorded = read_rollouts(out, SIZE, EPOCHS)
+    counts = [{warmth: len(several) for warmth, several in one.samples.items()} for one in recorded]
+    assert counts == [{1.0: SIZE * EPOCHS, 0.8: SIZE}] * 2
+    assert len({one.tobytes() for one in recorded[0].samples[1.0]}) > 1  # each sample has its own noise
+    data = json.loads(figures.read_text())
+    assert data["problems"] == 2 and len(data["timed"]["one policy, no drafts"]) == EPOCHS
+    with pytest.raises(ConfigurationError, match="too few samples for 3 epochs of 2"):
+        read_rollouts(out, SIZE, 3)
