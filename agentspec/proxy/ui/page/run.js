@@ -92,13 +92,13 @@ function contents(call) {
 function answer(one) {
   const thoughts = one.reasoning ?? one.reasoning_content;
   const shown = new Answer("Answer");
-  if (one.tokens?.length) shown.add(one.tokens);
-  else shown.addText(one.text);
+  const written = (one.tokens ?? []).map((token) => token.text).join("");
+  written ? shown.add(one.tokens) : shown.addText(one.text);
   return [
-    thoughts && !one.tokens?.length ? plain("Thoughts", thoughts) : null,
+    thoughts && !written.includes(thoughts.trim()) ? plain("Thoughts", thoughts) : null,
     h("h2", {}, "Answer"),
     shown.element,
-    one.tokens?.length ? legend(one.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
+    written ? legend(one.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
     ...(one.tool_calls ?? []).map((tool) => plain(`Calls ${tool.function?.name ?? tool.name ?? "a tool"}`, tool.function?.arguments ?? "")),
   ].filter(Boolean);
 }
