@@ -92,18 +92,21 @@ class Eviction:
             time.sleep(_READING)
 
     def _give_back(self, partition: Partition, wanted: int = 0) -> None:
-        """Merge its own namespace, then others that no thread merges at the moment, until `wanted` bytes are left."""
+        """Merge some of its own namespace, then of others that no thread merges at the moment, for `wanted` bytes."""
         with self._table.lock:
             others = list(islice(self._table.due, _TRIED))
         for one in (partition, *others):
-            if self._table.total + wanted <= self._table.limit:
-                return
-            one.merge(lambda: False, pieces=_PIECES)
-            if one.lock.acquire(blocking=one is partition):
-                try:
-                    self._table.book(one)
-                finally:
-                    one.lock.release()
+            for _ in range(_PIECES):
+                if self._table.total + wanted <= self._table.limit:
+                    return
+                merged = one.merge_piece(wait=one is partition)
+                if one.lock.acquire(blocking=one is partition):
+                    try:
+                        self._table.book(one)
+                    finally:
+                        one.lock.release()
+                if not merged:
+                    break
 
     def _reduce(
         self, excess: Callable[[], int], tenant: str | None, *, wait: bool = True, passed: Collection[Namespace] = ()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import islice
 
 import numpy as np
 
@@ -230,18 +230,21 @@ class Partition:
         """Bytes of text that is gone, among `memory_bytes`: merging gives them back."""
         return self.shared.reclaimable_bytes()
 
-    def merge(self, enough: Callable[[], bool], *, pieces: int | None = None) -> None:
-        """Do the work that adding and deleting have put off, a piece at a time, until `enough()`.
+    def merge(self, enough: Callable[[], bool]) -> None:
+        """Do the work that adding and deleting have put off, a piece at a time, until `enough()`. It needs no lock."""
+        while not enough() and self.merge_piece():
+            pass
 
-        Only one thread does it at a time: with a limit of `pieces`, the others leave it to that one. No lock need be
-        held.
+    def merge_piece(self, *, wait: bool = True) -> bool:
+        """Do a piece of it; false where there is none, or readers hold it up. Threads take turns; without `wait` false
+        where it is another's turn.
         """
-        if self.merging.acquire(blocking=pieces is None):
-            try:
-                left = count() if pieces is None else range(pieces)
-                any(enough() or not self.shared.merge_step() for _ in left)
-            finally:
-                self.merging.release()
+        if not self.merging.acquire(blocking=wait):
+            return False
+        try:
+            return self.shared.merge_step()
+        finally:
+            self.merging.release()
 
     def add(self, record: SequenceRecord) -> None:
         with self.lock:
