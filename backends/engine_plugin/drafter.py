@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import NamedTuple
 
-from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter, wait_ready
+from agentspec.backends.engine_plugin.recorder import PATIENCE, Open, OutputUpdate, RecordingDrafter
 from agentspec.backends.engine_plugin.request_state import (
     EMPTY_TREE,
     Deletions,
@@ -83,7 +83,6 @@ class ServerDrafter(RecordingDrafter):
             updates = [self._update(turn.state, turn.fresh) for turn in turns]
             if self._chains:
                 self._follow_goodput(updates)
-            wait_ready([turn.state for turn in turns if not turn.state.ready.is_set()], PATIENCE)
             trees = self._search(turns)
         except Exception as error:
             self._failures.report(error)
@@ -117,7 +116,7 @@ class ServerDrafter(RecordingDrafter):
         for (row, job), draft in zip(asked, drafts, strict=True):
             turn, found = turns[row], _tree(draft)
             short = late and len(found.tokens) < turn.limit
-            known = self._known(turn) if short else EMPTY_TREE
+            known = EMPTY_TREE if not short else chain(_left(turn)[: turn.limit]) if self._chains else _subtree(turn)
             done += not late or len(found.tokens) > 0
             if missed := short and len(known.tokens) >= len(found.tokens):
                 trees[row] = known
@@ -153,10 +152,6 @@ class ServerDrafter(RecordingDrafter):
             drafts = propose_batch([job for _, _, job in searches])
             for (state, length, _), draft in zip(searches, drafts, strict=True):
                 state.found = FoundTree(_tree(draft), length, deletions)
-
-    def _known(self, turn: DraftTurn) -> TokenTree:
-        """What the last search found to follow, as far as it goes on behind the tokens that came since."""
-        return chain(_left(turn)[: turn.limit]) if self._chains else _subtree(turn)
 
     def flush(self, timeout: float = 10.0) -> bool:
         wait([self._late], timeout)
@@ -199,7 +194,7 @@ def _came(turn: DraftTurn, found: FoundTree) -> list[int] | None:
 
 
 def _left(turn: DraftTurn) -> list[int]:
-    """What is left of a chain behind the tokens that came since; empty if these are not its first."""
+    """What is left of the chain last found, behind the tokens that came since; empty if these are not its first."""
     found = turn.state.found  # another may take its place meanwhile
     tokens, came = found.tree.tokens, _came(turn, found)
     return tokens[len(came) :] if came is not None and tokens[: len(came)] == came else []

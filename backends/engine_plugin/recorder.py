@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,7 @@ from agentspec.backends.engine_plugin.rounds import FailureLog, metric
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
-PATIENCE = 0.0004  # seconds that a round waits at most for new requests' caches, and that its searches have together
+PATIENCE = 0.0004  # seconds that the searches of a round have together
 CLOSE_SECONDS = 30.0  # that a cache which hangs may hold up the end of the server
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,6 @@ class CacheRecorder:
         """Open the request's cache. The request gets no cache if too many tokens are waiting already."""
         if self._waiting + len(prompt) > WAITING_TOKENS:
             state.recorded = False
-            state.ready.set()
             metric("dropped_requests").inc()
             return
         self._put(self._begin, state, prompt, tokens=len(prompt), at_once=True)
@@ -143,7 +141,6 @@ class CacheRecorder:
             if key := _group(state.request, prompt):
                 state.group_key, state.group = key, self._groups.setdefault(key, [])
                 state.group.append(state)
-        state.ready.set()
 
     def _extend(self, updates: Sequence[OutputUpdate]) -> None:
         counts: Counter[tuple[str, str, str]] = Counter()
@@ -181,15 +178,6 @@ def _group(request: RequestInfo, prompt: Tokens) -> tuple[object, ...]:
     """
     common = request.group or (request.store and request.share and prompt.tobytes())
     return (request.salt, request.adapter, common) if common else ()
-
-
-def wait_ready(states: Sequence[RequestState], seconds: float) -> None:
-    """Wait until every request's cache is open or failed to open, at most `seconds` in all."""
-    until = time.perf_counter() + seconds
-    for state in states:
-        left = until - time.perf_counter()
-        if left <= 0 or not state.ready.wait(left):
-            return
 
 
 class RecordingDrafter:

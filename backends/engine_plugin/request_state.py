@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -166,7 +165,6 @@ class RequestState:
         self.output_length = 0  # tokens of output
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
         self.cache: RequestCache | None = None
-        self.ready = threading.Event()  # set also if opening the cache failed
         self.recorded = True  # its output goes to the cache
         self.group: list[RequestState] = []  # the open requests of its group,
         self.group_key: tuple[object, ...] = ()  # which has this key

@@ -71,6 +71,7 @@ class SampledTokens:
 
     def __init__(self, packed: torch.Tensor, spare: Spare) -> None:
         self._spare = spare
+        self.used: list[Found] = []  # that the thread which reads the tokens is to free: it has more time
         held = spare.pop() if spare else None
         self._host, self._event = held if held and held[0].shape == packed.shape else _buffer(packed)
         self._host.copy_(packed, non_blocking=True)

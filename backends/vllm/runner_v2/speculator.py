@@ -22,7 +22,14 @@ from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info, tensor_group
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, Row, SampledTokens, Spare
+from agentspec.backends.vllm.runner_v2.retrieval import (
+    Found,
+    PassageRequest,
+    PassageRetriever,
+    Row,
+    SampledTokens,
+    Spare,
+)
 
 OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
 """Opens the retriever for a `VllmConfig`; None where another rank drafts."""
@@ -72,6 +79,7 @@ class PassageSpeculator:
         ends = (self.max_num_reqs, self.num_speculative_steps + 2)
         self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
         self._spare: Spare = deque(maxlen=8)
+        self._used: list[Found] = []  # passages that are on the device
         self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
         self._match = _matcher(self, self._shape)
 
@@ -185,7 +193,8 @@ class PassageSpeculator:
             for request in self._requests.values():
                 retriever.after(None, partial(retriever.want, request))
         while retriever.found:
-            rows, numbers, passages, deletions = retriever.found.popleft()
+            self._used.append(found := retriever.found.popleft())
+            rows, numbers, passages, deletions = found
             if deletions != self._deletions:
                 continue
             if len(rows) == 1 and not rows[0].over:
@@ -203,6 +212,7 @@ class PassageSpeculator:
     ) -> None:
         """Send a step's tokens to the host; `count` are drafted for the next."""
         sampled = SampledTokens(packed, self._spare)
+        sampled.used, self._used = self._used, []
         retriever.after(sampled, partial(self._take, retriever, sampled, requests, self.drafted))
         self.drafted = count
 
