@@ -89,5 +89,8 @@ PassageJob = tuple[Passages, IndexDrafter | None, Sequence[Sourced], Sequence[in
 
 find_passages = _native.find_passages
 """Replace the passages of all jobs by paths of draft trees of at most `nodes` nodes, searched for in one call. None
-holds a token that is not below `vocabulary`. Returns those of all jobs, one after the other, filled up with -1. Raises
-as `propose_batch`, before anything is replaced."""
+holds a token that is not below `vocabulary`. Returns those of all jobs, one after the other: of each its tokens, filled
+up with -1, then the probability of each token after those before it, in parts of `CERTAIN`, -1 where it is unknown.
+Raises as `propose_batch`, before anything is replaced."""
+
+CERTAIN = 1 << 16

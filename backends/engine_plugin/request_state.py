@@ -155,7 +155,7 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "cache finished found group group_key length output_length predicted prompt_length ready recorded request"
+        "cache finished found group group_key length output_length predicted prompt_length recorded request"
         " source stopped tenant tree"
     ).split()
 

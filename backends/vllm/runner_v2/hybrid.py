@@ -183,8 +183,8 @@ class HybridSpeculator(PassageSpeculator):
         )  # first: what follows may fail
         self._upload(retriever)
         ours = torch.zeros_like(model)
-        ends, matches = self._ends, self._matches
-        self._match(own, lengths, batch.idx_mapping, sampled, self._passages, ours, ends, matches)
+        ends, matches, chances = self._ends, self._matches, self._chances
+        self._match(own, lengths, batch.idx_mapping, sampled, self._passages, ours, ends, matches, chances)
         match = torch.where(sampled[: len(requests)] > 0, matches[: len(requests)], 0)
         used = match >= self._to_device(torch.tensor(enough, dtype=torch.int64))
         for kept, new in (
@@ -197,7 +197,7 @@ class HybridSpeculator(PassageSpeculator):
         if self._adaptive:
             texts = rows, lengths.index_select(0, rows)
             self._confidence.observe(*texts, sampled[: len(rows)], ends[: len(rows), -1])
-            confidence = self._confidence.of(*texts, torch.where(used, match, 0), ours)
+            confidence = self._confidence.of(*texts, torch.where(used, match, 0), ours, chances[: len(rows)])
             theirs = self._model.draft_token_confidence_probs[: len(rows)]
             theirs.copy_(torch.where(used[:, None], confidence, theirs))
         return torch.where(used[:, None], ours, _NO_TOKEN)

@@ -10,31 +10,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from agentspec.cache.index import CERTAIN
+
 DEPTH = 16  # most tokens before a place that are compared
 _PRIOR, _FADE = 6.0, 0.999  # tokens that an assumed rate counts for; decay per step of what was learned
 _UNLIKE = -2  # equals no token, and not the -1 that fills passages
 
 
-def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` tokens that followed the best earlier occurrence of each request's end, int64 (requests, count); and
-    how many tokens are equal before it, int64 (requests).
+def draft(own: Tensor, lengths: Tensor, passages: Tensor, overlap: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` tokens that followed the best earlier occurrence of each request's end, int64 (requests, count); how
+    many tokens are equal before it, int64 (requests); and the tokens' chances, in parts of `CERTAIN`, int32 (requests,
+    count): 0 behind the end of a passage, -1 where none is known.
 
     `own` (requests, columns) holds each request's prompt and output, of which the first `lengths` (requests) tokens
-    count; `passages` (requests, passages, width) are filled up with -1, and their first `overlap` tokens are own text,
-    where no draft begins. A place with more equal tokens before it, up to `DEPTH`, is better. Of equals passages come
-    first, by their order, and the earlier places of one before the later, as it is to be followed from its start; of
-    own text the newest place comes first. A draft that reaches the end of own text goes on from where it began, since
-    what repeats goes on repeating; what is missing otherwise is the request's last token.
+    count; `passages` (requests, 2, passages, width) are tokens, filled up with -1, and their chances, and their first
+    `overlap` tokens are own text, where no draft begins. A place with more equal tokens before it, up to `DEPTH`, is
+    better. Of equals passages come first, by their order, and the earlier places of one before the later, as it is to
+    be followed from its start; of own text the newest place comes first. A draft that reaches the end of own text goes
+    on from where it began, since what repeats goes on repeating; what is missing otherwise is the request's last token.
     """
     end = _last_tokens(own, lengths)
     fallback = end[:, -1:].clamp(min=0)
+    passages, chances = passages.unbind(1)
     own_score, own_place = _best_own(own, lengths, end)
     passage_score, passage_place = _best_passage(passages, overlap, end)
     from_passage = _read_passage(passages, passage_place, count)
     from_own = _read_own(own, lengths, own_place, count)
-    chosen = torch.where((passage_score >= own_score)[:, None], from_passage, from_own)
-    match = torch.maximum(passage_score, own_score)
-    return torch.where((match == 0)[:, None] | (chosen < 0), fallback, chosen), match
+    is_passage, match = (passage_score >= own_score)[:, None], torch.maximum(passage_score, own_score)
+    chosen = torch.where(is_passage, from_passage, from_own)
+    chance = torch.where(from_passage < 0, 0, _read_passage(chances, passage_place, count))
+    chance = torch.where(is_passage & (match > 0)[:, None], chance, -1).int()
+    return torch.where((match == 0)[:, None] | (chosen < 0), fallback, chosen), match, chance
 
 
 def last_sampled(own: Tensor, lengths: Tensor, rows: Tensor, sampled: Tensor, count: int) -> Tensor:
@@ -122,9 +128,12 @@ class MatchConfidence:
         for kept, new in ((self._tried, known), (self._right, known & ((self._steps < accepted) | equal))):
             kept.mul_(_FADE).index_add_(0, places, new.flatten().float())
 
-    def of(self, rows: Tensor, lengths: Tensor, match: Tensor, drafts: Tensor) -> Tensor:
-        """The probability of each drafted token (requests, tokens) after a `match` if those before it are right."""
+    def of(self, rows: Tensor, lengths: Tensor, match: Tensor, drafts: Tensor, chances: Tensor) -> Tensor:
+        """The probability of each drafted token (requests, tokens) after a `match` if those before it are right: its
+        chance by the search, or how often others were right.
+        """
         for kept, new in ((self._match, match), (self._lengths, lengths), (self._drafts, drafts)):
             kept.index_copy_(0, rows, new.long())
         rates = (self._right + _PRIOR * self._assumed) / (self._tried + _PRIOR)
-        return rates[(match[:, None] + self._steps).clamp(max=DEPTH)] * (match > 0)[:, None]
+        rates = rates[(match[:, None] + self._steps).clamp(max=DEPTH)]
+        return torch.where(chances < 0, rates, chances / CERTAIN) * (match > 0)[:, None]

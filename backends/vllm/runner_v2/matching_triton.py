@@ -36,10 +36,12 @@ def _match_lengths(text, places, valid, end, length, DEPTH: tl.constexpr) -> Any
 
 @triton.jit
 def _tokens_after(
-    best, text, length, passages, columns,
+    best, text, length, passages, chances, columns,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, DRAFT: tl.constexpr, DRAFT_2: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """The tokens after the place of the score `best`, or the text's last token where there are none."""
+    """The tokens after the place of the score `best`, or the text's last token where there are none. Writes the chances
+    of those of a passage, and -1 of others.
+    """
     ahead = tl.arange(0, DRAFT_2).to(tl.int64)
     score = tl.zeros_like(ahead) + best  # a block, as the masks below are: the interpreter mixes no scalars into them
     rank = score % (columns + COUNT * WIDTH + 1)
@@ -51,12 +53,14 @@ def _tokens_after(
     found = tl.load(passages + place + ahead, mask=of_passage, other=-1)
     found = tl.where(of_own, tl.load(text + rank + ahead % left, mask=of_own, other=-1), found)
     last = tl.load(text + length - 1, mask=length > 0, other=0)
+    chance = tl.load(passages + COUNT * WIDTH + place + ahead, mask=of_passage & (found >= 0), other=0)
+    tl.store(chances + ahead, tl.where(inside & (rank > columns), chance, -1), mask=ahead < DRAFT)
     return tl.where(found < 0, last, found).to(tl.int64)
 
 
 @triton.jit
 def _draft(
-    own, own_stride, rows, lengths, sampled, passages, best, arrived, drafts, ends, matches, columns,
+    own, own_stride, rows, lengths, sampled, passages, best, arrived, drafts, ends, matches, chances, columns,
     COUNT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, OVERLAP: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr, DRAFT: tl.constexpr, DRAFT_2: tl.constexpr, END: tl.constexpr, END_2: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -78,7 +82,7 @@ def _draft(
             score = tl.max(tl.where(found > 0, found * scale + places, 0), axis=0)
         elif parts > 1:
             places = tl.arange(0, WIDTH_2).to(tl.int64)
-            first = passages + (row * COUNT + part) * WIDTH
+            first = passages + (2 * row * COUNT + part) * WIDTH
             after = tl.load(first + places, mask=places < WIDTH, other=-1)
             found = _match_lengths(first, places, (after >= 0) & (places >= OVERLAP), text + length, length, DEPTH)
             rank = columns + COUNT * WIDTH - (part * WIDTH + places)
@@ -90,8 +94,9 @@ def _draft(
             tl.store(arrived + request, 0)
             tl.store(matches + request, score // scale)
             after = _tokens_after(
-                score, text, length, passages + row * COUNT * WIDTH, columns, COUNT, WIDTH, DRAFT, DRAFT_2
-            )
+                score, text, length, passages + 2 * row * COUNT * WIDTH, chances + request * DRAFT, columns,
+                COUNT, WIDTH, DRAFT, DRAFT_2,
+            )  # fmt: skip
             ahead = tl.arange(0, DRAFT_2)
             tl.store(drafts + request * DRAFT + ahead, after, mask=ahead < DRAFT)
             column = tl.arange(0, END_2).to(tl.int64)
@@ -124,15 +129,16 @@ class PassageMatcher:
         drafts: torch.Tensor,
         ends: torch.Tensor,
         matches: torch.Tensor,
+        chances: torch.Tensor,
     ) -> None:
-        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous, and into
-        `matches`, int64, and its `matching.last_sampled` of `tokens` + 1 into `ends`.
+        """Write `matching.draft` of each request into `drafts` (requests, tokens), int64 and contiguous, into
+        `matches`, int64, and `chances`, int32, and its `matching.last_sampled` of `tokens` + 1 into `ends`.
 
-        `own` (all rows, columns), `lengths` (all rows) and `passages` (all rows, all their tokens) are int32, `rows`
-        (requests) says which row each request has. Requests with `sampled` (requests) of 0 are still reading their
-        prompt: nothing is looked up for them. `rows`, `ends` and `matches` may go on behind the last request.
+        `own` (all rows, columns), `lengths` (all rows) and `passages` (all rows, all tokens and chances) are int32,
+        `rows` (requests) says which row each request has. Requests with `sampled` (requests) of 0 are still reading
+        their prompt: nothing is looked up for them. What has no row for each request may go on behind the last.
         """
         _draft[(len(drafts), self._parts)](
             own, own.stride(0), rows, lengths, sampled, passages, self._best, self._arrived, drafts, ends, matches,
-            self._columns, *self._sizes,
+            chances, self._columns, *self._sizes,
         )  # fmt: skip

@@ -52,7 +52,9 @@ class Row:
 
 
 class Found(NamedTuple):
-    """Passages (rows, all their tokens), int32, for rows with these `numbers`, by a search after so many deletions."""
+    """Passages (rows, all tokens and chances), int32, for rows with these `numbers`, by a search after so many
+    deletions.
+    """
 
     rows: Sequence[Row]
     numbers: torch.Tensor
@@ -221,7 +223,7 @@ class PassageRetriever(RecordingDrafter):
         if self.pinned:
             numbers, passages = numbers.pin_memory(), passages.pin_memory()
         self.found.append(Found(rows, numbers, passages, deletions))
-        tokens = found.reshape(len(requests), shape.rows, shape.width)[:, :, shape.overlap :] >= 0
+        tokens = found.reshape(len(requests), 2, shape.rows, shape.width)[:, 0, :, shape.overlap :] >= 0
         metric("seconds").inc(perf_counter() - started)
         metric("searches", "done").inc(len(requests))
         metric("empty_rows").inc(int((~tokens.any(axis=(1, 2))).sum()))

@@ -22,14 +22,7 @@ from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info, tensor_group
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import (
-    Found,
-    PassageRequest,
-    PassageRetriever,
-    Row,
-    SampledTokens,
-    Spare,
-)
+from agentspec.backends.vllm.runner_v2.retrieval import Found, PassageRequest, PassageRetriever, Row, SampledTokens
 
 OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
 """Opens the retriever for a `VllmConfig`; None where another rank drafts."""
@@ -73,14 +66,15 @@ class PassageSpeculator:
         self.draft_token_confidence_probs = torch.zeros(drafts, dtype=torch.float32, device=self.device)
         self._confidence = matching.MatchConfidence(*drafts, self.device)
         self._drafts: dict[int, torch.Tensor] = {}  # the first rows of `drafts`
-        size = (self.max_num_reqs + 1, self._shape.rows * self._shape.width)  # one more for requests that are over
+        size = (self.max_num_reqs + 1, 2 * self._shape.rows * self._shape.width)  # one more for requests that are over
         self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
         self._deletions = Deletions.count  # before these were searched for
         ends = (self.max_num_reqs, self.num_speculative_steps + 2)
         self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
-        self._spare: Spare = deque(maxlen=8)
+        self._spare = deque[Any](maxlen=8)
         self._used: list[Found] = []  # passages that are on the device
         self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
+        self._chances = torch.zeros(drafts, dtype=torch.int32, device=self.device)  # of these
         self._match = _matcher(self, self._shape)
 
     def begin(self, new_requests: Sequence[Any]) -> None:
@@ -163,18 +157,19 @@ class PassageSpeculator:
         own, lengths, ends = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu, self._ends
         try:
             self._upload(retriever)
-            self._match(own, lengths, batch.idx_mapping, sampled, self._passages, drafts, ends, self._matches)
+            texts = own, lengths, batch.idx_mapping, sampled
+            self._match(*texts, self._passages, drafts, ends, self._matches, self._chances)
             silent = [row for row, request in enumerate(requests) if request in self._silent] if self._silent else []
             if silent:
                 drafts[silent] = 0  # no guess
             if self.enable_adaptive_verification:
                 if silent:
                     self._matches[silent] = 0
-                match, newest = self._matches[: len(drafts)], ends[: len(drafts), -1]
+                match, chances, newest = (kept[: len(drafts)] for kept in (self._matches, self._chances, ends[:, -1]))
                 rows = batch.idx_mapping[: len(drafts)].long()
-                texts = rows, lengths.index_select(0, rows)
-                self._confidence.observe(*texts, sampled, newest)
-                self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(*texts, match, drafts)
+                known = rows, lengths.index_select(0, rows)
+                self._confidence.observe(*known, sampled, newest)
+                self.draft_token_confidence_probs[: len(drafts)] = self._confidence.of(*known, match, drafts, chances)
         except Exception as error:
             self._failures.report(error)
             self.draft_token_confidence_probs.zero_()
@@ -237,20 +232,21 @@ class PassageSpeculator:
 
 
 def _matcher(speculator: PassageSpeculator, shape: PassageShape) -> Callable[..., None]:
-    """The kernel, or plain torch on a CPU: writes the drafts, the ends of the texts, and how many tokens match before
-    each draft.
+    """The kernel, or plain torch on a CPU: writes the drafts, the ends of the texts, how many tokens match before each
+    draft, and the chances of its tokens.
     """
     if speculator.device.type == "cpu":
 
-        def match(
-            own: Any, lengths: Any, rows: Any, sampled: Any, found: Any, drafts: Any, last: Any, matches: Any
-        ) -> None:
+        def match(*given: Any) -> None:
+            own, lengths, rows, sampled, passages, drafts, last, *others = given
             count = len(drafts)
             rows = rows[:count].long()
-            texts, ends, passages = (held.index_select(0, rows) for held in (own, lengths, found))
+            texts, ends, found = (held.index_select(0, rows) for held in (own, lengths, passages))
             last[:count] = matching.last_sampled(own, lengths, rows, sampled, last.shape[1] - 1)
-            passages = passages.view(-1, shape.rows, shape.width)
-            drafts[:], matches[:count] = matching.draft(texts, ends, passages, shape.overlap, drafts.shape[1])
+            found = found.view(-1, 2, shape.rows, shape.width)
+            new = matching.draft(texts, ends, found, shape.overlap, drafts.shape[1])
+            for kept, made in zip((drafts, *others), new, strict=True):
+                kept[:count] = made
 
         return match
     from agentspec.backends.vllm.runner_v2.matching_triton import PassageMatcher

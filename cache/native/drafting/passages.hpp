@@ -15,6 +15,14 @@ struct PassageShape {
     std::size_t rows, overlap, width;
 };
 
+/// A token of a passage, and how likely it follows those before it, in parts of kCertain; kUnknown where no search
+/// says.
+struct Step {
+    Token token, chance;
+};
+using Path = std::vector<Step>;
+constexpr Token kCertain = 1 << 16, kUnknown = -1;
+
 /// The end of one request's text, and its passages. For one thread at a time.
 class Passages {
 public:
@@ -24,19 +32,20 @@ public:
     /// Follow further tokens of the text.
     void advance(std::span<const Token> fresh);
     /// Have `paths` follow, the likeliest first; each ends before its first token that is not below `vocabulary`.
-    void replace(std::span<const std::vector<Token>> paths, Token vocabulary);
+    void replace(std::span<const Path> paths, Token vocabulary);
 
     /// The most tokens that a passage has left; 0 where the text has gone on like none of them.
     std::size_t left() const;
     std::span<const Token> context() const { return context_; }
     std::size_t count() const { return shape_.rows; }  // most passages
-    /// Add the passages as `replace` made them: row after row, filled up with -1.
+    /// Add the passages as `replace` made them: row after row, filled up with -1; then the chances of all their tokens,
+    /// filled up with 0.
     void write(std::vector<Token>& out) const;
 
 private:
     PassageShape shape_;
     std::vector<Token> context_, known_;  // at most kDepth tokens; those before the paths
-    std::vector<std::vector<Token>> paths_;
+    std::vector<Path> paths_;
     std::vector<bool> open_;  // paths that the text goes on like
     std::size_t followed_ = 0;  // tokens since `replace`
 };

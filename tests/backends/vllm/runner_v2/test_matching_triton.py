@@ -28,7 +28,7 @@ def test_in_a_process_with_the_interpreter() -> None:
     run_interpreted(__file__, passed=7)
 
 
-POINTERS = dict.fromkeys(("own", "rows", "lengths", "sampled", "passages", "arrived", "ends"), "*i32")
+POINTERS = dict.fromkeys(("own", "rows", "lengths", "sampled", "passages", "arrived", "ends", "chances"), "*i32")
 POINTERS |= dict.fromkeys(("best", "drafts", "matches"), "*i64")
 NUMBERS = {"own_stride": "i32", "columns": "i32"}
 PASSAGES = {"COUNT": 4, "WIDTH": 63, "WIDTH_2": 64, "OVERLAP": 16}
@@ -58,13 +58,14 @@ def batch(seed: int, requests: int, columns: int, shape: PassageShape, alphabet:
     own = numbers(0, alphabet, requests + 2, columns)
     lengths = numbers(1, columns + 1, requests + 2)
     rows = torch.randperm(requests + 2, generator=random)[:requests].int()
-    passages = numbers(0, alphabet, requests, shape.rows, shape.width)
+    passages, chances = numbers(0, alphabet, 2, requests, shape.rows, shape.width)
     for request, row in enumerate(rows.tolist()):
         length = int(lengths[row])
         known = own[row, max(0, length - shape.overlap - 2) : max(1, length - 2)][-shape.overlap :]
         passages[request, 0, : len(known)] = known
     ends = numbers(0, shape.width + 1, requests, shape.rows, 1)
-    return own, lengths, rows, passages.masked_fill(torch.arange(shape.width) >= ends, -1)
+    passages.masked_fill_(torch.arange(shape.width) >= ends, -1)
+    return own, lengths, rows, torch.stack((passages, chances), dim=1)
 
 
 @on_each_device
@@ -76,13 +77,15 @@ def test_the_kernel_drafts_as_plain_torch(kernels: Any, device: str, columns: in
     for seed in range(3):
         own, lengths, rows, passages = (part.to(device) for part in batch(seed, 4, columns, shape, alphabet))
         drafts = torch.full((4, tokens), -5, device=device)
-        index, sampled, held = rows.long(), torch.ones_like(lengths[:4]), torch.full((6, 63), -7).int().to(device)
+        index, sampled, held = rows.long(), torch.ones_like(lengths[:4]), torch.full((6, 126), -7).int().to(device)
         held[index], ends = passages.flatten(1), torch.zeros((6, tokens + 2), dtype=torch.int32, device=device)
         matches = torch.zeros(6, dtype=torch.int64, device=device)
-        matcher.draft(own, lengths, rows, sampled, held, drafts, ends, matches)
+        chances = torch.zeros((6, tokens), dtype=torch.int32, device=device)
+        matcher.draft(own, lengths, rows, sampled, held, drafts, ends, matches, chances)
         assert torch.equal(ends[:4], last_sampled(own, lengths, index, sampled, tokens + 1)) and not ends[4:].any()
-        plain, plain_match = draft(own[index], lengths[index], passages, shape.overlap, tokens)
+        plain, plain_match, plain_chances = draft(own[index], lengths[index], passages, shape.overlap, tokens)
         assert torch.equal(drafts, plain) and torch.equal(matches[:4], plain_match)
+        assert torch.equal(chances[:4], plain_chances) and not chances[4:].any()
 
 
 @on_each_device
@@ -93,10 +96,10 @@ def test_requests_that_read_their_prompt_get_their_last_token(kernels: Any, devi
     shape = PassageShape(rows=1, overlap=1, width=4, least=1)
     drafts = torch.zeros((2, 2), dtype=torch.int64, device=device)
     matcher = kernels.PassageMatcher(2, 4, 2, shape, torch.device(device))
-    passages = torch.full((2, 4), -1, dtype=torch.int32, device=device)
+    passages, chances = torch.full((2, 8), -1, dtype=torch.int32, device=device), numbers([0, 0], [0, 0])
     own = numbers([1, 2, 1, 2], [3, 4, 3, 4])
     ends = torch.zeros((2, 4), dtype=torch.int32, device=device)
     matches = torch.zeros(2, dtype=torch.int64, device=device)
-    matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts, ends, matches)
+    matcher.draft(own, numbers(4, 4), numbers(0, 1), numbers(1, 0), passages, drafts, ends, matches, chances)
     assert drafts.tolist() == [[1, 2], [4, 4]] and matches.tolist() == [2, 0]
     assert ends.tolist() == [[1, 2, 1, 2], [0, 4, 3, 4]]

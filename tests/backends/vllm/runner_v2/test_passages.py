@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.vllm.runner_v2.passages import STEPS_BEHIND, shape_for
-from agentspec.cache.index import IndexDrafter, Passages, SuffixIndex, find_passages, propose_batch
+from agentspec.cache.index import CERTAIN, IndexDrafter, Passages, SuffixIndex, find_passages, propose_batch
 from agentspec.cache.tokens import as_tokens
 from agentspec.types import Source
 
@@ -26,17 +26,19 @@ def test_paths_are_whole_and_hold_the_first_nodes(known: list[int], text: list[i
     drafter, indexes, context = IndexDrafter(), [(index_of(known), Source.SHARED)], as_tokens(text)
     [tree] = propose_batch([(drafter, indexes, context, nodes, 0.0, False)])
     passages = Passages(context, rows=count, overlap=OVERLAP, width=OVERLAP + nodes)
-    found = find_passages([(passages, drafter, indexes, ())], nodes).reshape(count, -1)
+    found, chances = find_passages([(passages, drafter, indexes, ())], nodes).reshape(2, count, -1)
     rows = [row for row in found.tolist() if row[OVERLAP] >= 0]
     paths = [[token for token in row[OVERLAP:] if token >= 0] for row in rows]
     assert all(row[:OVERLAP] == ([-1] * OVERLAP + text)[-OVERLAP:] for row in rows)
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     held: set[int] = set()
-    for path in paths:
-        steps, above = [], -1
+    for path, parts in zip(paths, chances.tolist(), strict=False):
+        steps, above, reach = [], -1, 1.0
         for token in path:
             above = next(node for node, parent in enumerate(parents) if parent == above and tokens[node] == token)
             steps.append(above)
+            reach *= parts[OVERLAP + len(steps) - 1] / CERTAIN
+            assert abs(reach - tree.probabilities[above]) < 1e-3, "the chances of a path are those of its nodes"
         assert above not in parents, "a path ends at a leaf"
         assert min(set(range(len(parents))) - held) in steps, "each is there for the first node that others lack"
         held.update(steps)
@@ -64,4 +66,5 @@ def test_a_passage_outlasts_the_steps_until_the_next_is_found() -> None:
         shape = shape_for(count)
         assert shape.ahead > shape.least == STEPS_BEHIND * (count + 1) + count
     found = find_passages([(Passages(np.array([6], np.int32), rows=2, overlap=2, width=5), None, (), [7])], 0)
-    assert found.tolist() == [-1, 6, 7, -1, -1, *[-1] * 5], "a path begins behind the overlap"
+    chances = [0, 0, -1, *[0] * 7]
+    assert found.tolist() == [-1, 6, 7, -1, -1, *[-1] * 5, *chances], "a path begins behind the overlap"
