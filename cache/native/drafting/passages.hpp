@@ -15,8 +15,7 @@ struct PassageShape {
     std::size_t rows, overlap, width;
 };
 
-/// A token of a passage, and how likely it follows those before it, in parts of kCertain; kUnknown where no search
-/// says.
+/// A token of a passage, and how likely it follows those before it, in parts of kCertain, or kUnknown.
 struct Step {
     Token token, chance;
 };
