@@ -155,7 +155,7 @@ def _run_part(name: str, folder: Path, seconds: float) -> str:
     except OSError as error:
         return f"FAILED: {error}"
     found = _result(folder, name)
-    lacking = "; ".join(f"{who}: {why}" for who, why in found.get("failed", {}).items())
+    lacking = "; ".join(f"{who}: {why.splitlines()[0]}" for who, why in found.get("failed", {}).items())
     if any(found.get(measured) for measured in ("calls", "answers", "steps")):
         return f"done, but {lacking}" if lacking else "done"
     result.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ class EngineWorker:
 
         device = options.pop("device")
         if current_platform.device_type != device:
-            raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, not on {device}")
+            raise RuntimeError(f"this vLLM runs on {current_platform.device_type or 'no device'}, not on {device}")
         ModelRegistry.register_model(SCRIPTED, f"{__package__}.model:{SCRIPTED}")  # the extension does so elsewhere
         self._llm = LLM(**options, worker_extension_cls=EXTENSION)
         self.call("bench_count")
