@@ -5,7 +5,7 @@
 namespace agentspec {
 namespace {
 
-constexpr int kUnknown = -1;
+constexpr int kNotSeen = -1;
 constexpr int kSteps = 4;  // places tried one by one before a search
 constexpr std::uint32_t kFetched = 16;  // places whose contexts are fetched from memory together
 
@@ -22,7 +22,7 @@ RunCursor::RunCursor(LogView log, const RunPart& part, const Token* query_end)
       begin_(part.first()),
       count_(part.last()) {
     std::uint32_t low = begin_, high = count_;
-    left_ = right_ = kUnknown;
+    left_ = right_ = kNotSeen;
     if (!table_->empty()) {
         const std::uint64_t key = order_key(query_end);
         const Places first = table_->around(key);
@@ -54,8 +54,8 @@ RunCursor::RunCursor(LogView log, const RunPart& part, const Token* query_end)
         }
     }
     taken_ = {low, low};
-    if (left_ == kUnknown) left_ = low > begin_ ? shared_at(low - 1) : 0;
-    if (right_ == kUnknown) right_ = low < count_ ? shared_at(low) : 0;
+    if (left_ == kNotSeen) left_ = low > begin_ ? shared_at(low - 1) : 0;
+    if (right_ == kNotSeen) right_ = low < count_ ? shared_at(low) : 0;
 }
 
 // Shared lengths fall with the distance from the insertion point: most often within a few places, else a search by the
