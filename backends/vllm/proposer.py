@@ -81,6 +81,7 @@ class SuffixDecodingProposer:
         self._failures = FailureLog(logger, "a request goes without drafts")
         self._skip = False  # the scheduler wants no drafts after the step that runs now
         listen_to_scheduler()
+        keep_temperatures()
 
     def load_model(self, *_: object, **__: object) -> None:
         """Does nothing: there is no draft model."""
@@ -194,6 +195,29 @@ def offer_forget() -> None:
 
     WorkerBase.agentspec_forget = lambda self, **conditions: forget(**conditions)
     WorkerBase.agentspec_new_policy = new_policy
+
+
+def keep_temperatures() -> None:
+    """Correct vLLM 0.32 for CPUs, which verifies drafts with temperatures it never set: its kernel writes to a copy.
+
+    Where that works, and on other devices, nothing changes.
+    """
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.v1.sample import rejection_sampler  # pyright: ignore[reportMissingImports]
+
+    torch = rejection_sampler.torch  # vLLM's: the plug-in imports none before there is a runner
+
+    def expand_batch_to_tokens(
+        x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
+
+    given = torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 3
+    if current_platform.is_cpu() and not torch.equal(
+        rejection_sampler.expand_batch_to_tokens(*given), expand_batch_to_tokens(*given)
+    ):
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def listen_to_scheduler() -> None:

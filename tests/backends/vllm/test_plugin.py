@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from agentspec.backends.engine_plugin.cache_router import open_router
@@ -118,6 +120,12 @@ CONTENTS: dict[str, dict[str, object]] = {
     "vllm.v1.core.sched.output": {"NewRequestData": NewRequestData},
     "vllm.v1.metrics": {},
     "vllm.v1.metrics.loggers": {"PrometheusStatLogger": PrometheusStatLogger},
+    "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    "vllm.v1.sample": {},
+    "vllm.v1.sample.rejection_sampler": {
+        "torch": torch,
+        "expand_batch_to_tokens": lambda x, ends, count: torch.zeros(count),
+    },
     "vllm.v1.worker": {},
     "vllm.v1.worker.worker_base": {"WorkerBase": WorkerBase},
     "vllm.v1.worker.gpu": {},
@@ -317,6 +325,18 @@ def test_runners_tell_their_proposer(vllm: dict[str, ModuleType], monkeypatch: p
     for drafter in (proposers[1], object()):
         assert GPUModelRunner(drafter)._update_states("output") == "deferred"
     assert hooks == ["finished", "scheduled"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1))
+def test_each_token_is_verified_with_its_request_s_temperature(
+    vllm: dict[str, ModuleType], rows: list[tuple[int, int]]
+) -> None:
+    proposer.keep_temperatures()
+    expand = vllm["vllm.v1.sample.rejection_sampler"].expand_batch_to_tokens
+    values, counts = (torch.tensor(column) for column in zip(*rows, strict=True))
+    expanded = expand(values.float(), counts.cumsum(0), int(counts.sum()), replace_from=0, replace_to=1)
+    assert expanded.tolist() == [float(value or 1) for value, count in rows for _ in range(count)]
 
 
 def launched(stages: int = 1) -> Any:

@@ -105,6 +105,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, patient: None) -> Iterator[Bench]:
         bench = Bench(cache, ServerDrafter(opening(cache, pepper="acme"), 1000, chains=True))
         monkeypatch.setattr(proposer, "open_drafter", lambda config: bench.drafter)
         monkeypatch.setattr(proposer, "drafts_here", lambda config: True)
+        monkeypatch.setattr(proposer, "keep_temperatures", lambda: None)
         for name in ("gpu_model_runner", "worker_base"):
             monkeypatch.setitem(sys.modules, f"vllm.v1.worker.{name}", ModuleType(name))
         sys.modules["vllm.v1.worker.worker_base"].WorkerBase = type("WorkerBase", (), {})  # type: ignore[attr-defined]
