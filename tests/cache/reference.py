@@ -25,6 +25,7 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.99
 NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
 END_TOKENS = 64
 COMMON_TOKENS, RARE = 600, 2**31 - 2
+SHAPE_DEPTH = 8
 SHAPES = 3  # what levels of shapes are rated as
 
 
@@ -90,12 +91,12 @@ class ReferenceIndex:
 
     def matches(self, context: Sequence[int], length: int) -> list[Occurrence]:
         """The occurrences whose context matches over at least `length` tokens, oldest first."""
-        shape = self.shape(context)
+        shape = self.shape(context[-SHAPE_DEPTH:] if self.shapes else context)
         return [o for o in self.occurrences if o.shares(shape) >= length]
 
     def successors(self, context: Sequence[int]) -> tuple[Counter[int], int | None]:
         """Counts of the tokens that followed the last DEPTH tokens of a context, and the newest such token."""
-        found = self.matches(context, min(len(context), DEPTH))
+        found = self.matches(context, min(len(context), SHAPE_DEPTH if self.shapes else DEPTH))
         return Counter(o.token for o in found), found[-1].token if found else None
 
 
@@ -196,7 +197,7 @@ class ReferenceDrafter:
 
     def record(self, cell: Cell) -> tuple[float, float]:
         """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
-        log_odds = -1.9 + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
+        log_odds = (-2.9 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
 
     def depths_of(self, level: Level) -> DepthCorrection:

@@ -37,9 +37,10 @@ int excluded_bucket(int excluded, int buckets) {
 }
 
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
-/// levels failed. Set by hand; it weighs kPriorTries tries against the cell's own record.
-double prior(int length, int total, int excluded) {
-    const double log_odds = -1.9 + 0.7 * std::log2(kLengths[length]) + 0.35 * total - 0.5 * excluded;
+/// levels failed; worse for shapes. Set by hand; it weighs kPriorTries tries against the cell's own record.
+double prior(bool shapes, int length, int total, int excluded) {
+    const double none = shapes ? -2.9 : -1.9;
+    const double log_odds = none + 0.7 * std::log2(kLengths[length]) + 0.35 * total - 0.5 * excluded;
     return 1.0 / (1.0 + std::exp(-log_odds));
 }
 
@@ -60,7 +61,8 @@ struct HitRates::Initial {
             for (int total = 0; total < kTotals; ++total)
                 for (int distinct = 0; distinct < kDistincts; ++distinct)
                     for (int excluded = 0; excluded < kExcludeds; ++excluded, c += 2) {
-                        c[0] = kPriorTries * prior(row % kLengthCount, total, excluded);
+                        c[0] = kPriorTries *
+                               prior(row / kLengthCount == kShapeSource, row % kLengthCount, total, excluded);
                         c[1] = kPriorTries;
                     }
         const SharedRows<kRows, kWidth> rows(cells.data());

@@ -139,7 +139,8 @@ double LevelWalk::bound(const HitRates& rates) const {
     const std::span<const int> sources = searched_->rated;
     const int excluded = static_cast<int>(symbols_.size());
     const double here = rates.bound(sources.subspan(first_, end_ - first_), length_index(length_), excluded);
-    return std::max(here, rates.bound(sources.subspan(end_), length_index(query_.length()), excluded));
+    return std::max(here,
+                    rates.bound(sources.subspan(end_), length_index(std::min(query_.length(), kShapeDepth)), excluded));
 }
 
 /// Add a level: the matches of at least `length` tokens in one index, which may offer nothing new.

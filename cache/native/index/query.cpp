@@ -34,7 +34,7 @@ void Query::follow(const Query& before, Token token) {
 }
 
 void Query::take_shape_of(const Query& text) {
-    length_ = text.length_;
+    length_ = std::min(text.length_, kShapeDepth);
     Token* out = std::fill_n(buffer_, kPadding - length_, kNoContext);
     std::ranges::copy(shape_of({text.end() - length_, text.end()}), out);
 }

@@ -11,6 +11,7 @@
 namespace agentspec {
 
 inline constexpr Token kCommonTokens = 600;  // the bytes, and the pairs that were merged first
+inline constexpr int kShapeDepth = 8;  // contexts of shapes are looked for by at most this many tokens
 inline constexpr Token kRare = kMostToken;  // stands for each of the others, and is never drafted
 
 inline Token shape_of(Token token) { return token < kCommonTokens ? token : kRare; }
