@@ -79,13 +79,13 @@ def write_model(folder: Path, shape: str, calls: Sequence[EncodedCall]) -> int:
 
 def started(model: Path, drafter: str) -> Any:
     """The engine; further options are in SGLANG_OPTIONS, as JSON."""
-    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = __package__
+    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = __name__.rpartition(".")[0]
     os.environ["AGENTSPEC_SGLANG"] = "on" if drafter.startswith("agentspec") else "off"
-    import sglang  # pyright: ignore[reportMissingImports]
+    from sglang import Engine  # pyright: ignore
 
     options = {"model_path": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0}
     drafting = {"speculative_algorithm": "NGRAM", **DRAFTERS[drafter]} if DRAFTERS[drafter] else {}
-    return sglang.Engine(**options, **drafting, **json.loads(os.environ.get("SGLANG_OPTIONS", "{}")))
+    return Engine(**options, **drafting, **json.loads(os.environ.get("SGLANG_OPTIONS", "{}")))
 
 
 def answered(engine: Any, call: EncodedCall, mark: int) -> dict[str, Any]:
