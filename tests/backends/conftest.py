@@ -35,9 +35,9 @@ Unpack = Callable[[str, str], Path]
 
 @pytest.fixture(scope="session")
 def served_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of bytes, with heads as wide as engines have them and as many as three ranks share."""
+    """A random model of bytes, with heads as wide as engines have them and as many as two ranks share."""
     config = LlamaConfig.from_pretrained(tiny_model, hidden_size=96, head_dim=64, num_attention_heads=6)
-    config.num_key_value_heads, config.intermediate_size = 3, 192
+    config.num_key_value_heads, config.intermediate_size = 2, 192
     folder = tmp_path_factory.mktemp("models") / "served"
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.manual_seed(3)

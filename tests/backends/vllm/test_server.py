@@ -158,11 +158,13 @@ def test_every_output_is_recorded_once_and_whole(
     launch: Launch, plain: list[list[int]], tmp_path: Path, runner: str
 ) -> None:
     """By engines that share a folder, and in V2 by ranks of which one drafts."""
-    processes = {"first": ("--data-parallel-size", "2"), "V2": ("--tensor-parallel-size", "3")}[runner]
+    processes = {"first": ("--data-parallel-size", "2"), "V2": ("--tensor-parallel-size", "2")}[runner]
     server = launch(*processes, AGENTSPEC_CACHE_PATH=str(tmp_path / "cache"), VLLM_CPU_OMP_THREADS_BIND="nobind")
     with ThreadPoolExecutor(8) as pool:
         said = list(pool.map(lambda prompt: complete(server, prompt), PROMPTS * 3))
     assert said == plain[: len(PROMPTS)] * 3
+    while len(stored_in(tmp_path / "cache")) < len(said):
+        time.sleep(0.1)
     server.stop()
     assert stored_in(tmp_path / "cache") == sorted(said)
 
@@ -177,7 +179,7 @@ async def generate(server: EngineServer, request: GenerateRequest) -> list[Delta
 
 
 def call_through_a_gateway(server: EngineServer) -> None:
-    """Calls with labels, whose drafts the gateway counts, hidden ones, and one that its client leaves."""
+    """Calls with labels, hidden ones, and one that its client leaves."""
     question = {"role": "user", "content": PROMPTS[0]}
     body = {"model": "model", "messages": [question], "max_tokens": 48, "temperature": 0, "ignore_eos": True}
     labels = {
@@ -190,10 +192,7 @@ def call_through_a_gateway(server: EngineServer) -> None:
         for route in ("chat/completions", "messages"):
             hidden = {"x-agentspec-session": "hidden", "x-agentspec-store": "off"}
             assert gateway.post(f"/v1/{route}", json=body, headers=hidden).status_code == 200
-        metrics = gateway.get("/metrics").text
     assert [answer["prompt_token_ids"] for answer in answers] == [None, None]
-    counted = {line.split("{")[0]: float(line.split()[1]) for line in metrics.splitlines() if '{backend="up"}' in line}
-    assert counted["agentspec_upstream_draft_tokens_total"] >= counted["agentspec_upstream_accepted_tokens_total"] > 0
     sampling = SamplingParams(temperature=0.0, max_tokens=48)
     request = GenerateRequest(model="model", messages=[question], labels=Labels(session="s2"), sampling=sampling)
     deltas = anyio.run(generate, server, request)
