@@ -137,8 +137,7 @@ def test_same_texts_in_fewer_steps_also_after_kill_and_restart(
     call_through_a_gateway(server)
     ask_for_more(server)
     server.stop()
-    found = {row for row in map(tuple, rows_in(cache, "session, workflow, step")) if row[0]}
-    assert found == {("s1", "edit", "fix"), ("s2", None, None)}
+    assert {session for (session,) in rows_in(cache, "session") if session} == {"s1", "s2"}
 
 
 def ask_for_more(server: EngineServer) -> None:
