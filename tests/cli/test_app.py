@@ -201,7 +201,7 @@ def test_bench_retrieval_refuses_fewer_than_7_questions(program, tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text('{"id": "1", "question": "why?", "text": "because"}\n')
     result = program("bench", "retrieval", "--corpus", file, "--questions", file, "--count", 3)
-    assert result.exit_code == 2 and "fewer than 7 questions" in result.output
+    assert result.exit_code == 2 and "at least 7 questions are needed" in result.output
     result = program("bench", "retrieval", "--corpus", file, "--questions", file)
     assert result.exit_code == 2 and f"{file} holds 1 line, and at least 7 are needed" in result.output
 

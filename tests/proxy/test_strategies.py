@@ -218,7 +218,7 @@ def refused(configured: Settings) -> str:
 def test_an_endpoint_that_cannot_play_its_part_is_an_error_at_the_start(serving: Any) -> None:
     thinking = settings(serving(Deaf), serving())
     assert "name another model as base" in refused(thinking)
-    assert "takes no token ids" in refused(settings(serving(), serving()))
+    assert "accepts no token ids" in refused(settings(serving(), serving()))
 
 
 def numbered(word: str) -> Callable[[str], Script]:
