@@ -68,8 +68,8 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
     A draft is a tree that continues the context, likeliest paths first; at equal match length an earlier index goes
     first, and indexes of shapes are asked for what no other index offers. One that is not complete after `patience`
-    seconds is what there is of it then: its likeliest part. Raises
-    `InvalidRequestError` for an index given twice or an unknown source.
+    seconds is what there is of it then: its likeliest part. Raises `InvalidRequestError` for an index given twice or an
+    unknown source.
     """
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
 
