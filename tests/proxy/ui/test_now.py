@@ -216,7 +216,9 @@ def test_a_tenant_sees_and_forgets_its_own_alone(engine: Any) -> None:
 SHOTS = Path(os.environ["AGENTSPEC_SHOTS"]) if "AGENTSPEC_SHOTS" in os.environ else None
 
 
-@pytest.mark.parametrize("view", ["now", "workflows", "cache"])
+@pytest.mark.parametrize(
+    "view", ["now", *(pytest.param(view, marks=pytest.mark.slow) for view in ("workflows", "cache"))]
+)
 def test_views_fit_a_screen_and_a_phone(engine: Any, open_page: Any, violations: Any, view: str) -> None:
     for width, dark in ((1280, False), (320, True)):
         page = open_page(f"{engine.url}/ui#/{view}", width=width, dark=dark, key="key-of-watch")

@@ -63,7 +63,7 @@ def test_a_key_is_asked_for_by_keyboard_and_stays_in_the_tab(keyed: Any, open_pa
     page.get_by_role("heading", name="API key").wait_for()
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_shell_fits_a_phone_and_a_reader(gateway: Any, open_page: Any, violations: Any, dark: bool) -> None:
     running = gateway({"local": FakeBackend("ok")})
     page = open_page(f"{running.url}/ui", width=320, dark=dark)

@@ -190,7 +190,7 @@ def test_hostile_text_stays_text(shown: Any) -> None:
     assert HOSTILE.replace("\x00", "") in page.locator(".rejected s").first.text_content().replace("\x00", "")
 
 
-@pytest.mark.parametrize("run", [1, 25])
+@pytest.mark.parametrize("run", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_of_a_long_answer_only_what_is_near_the_screen_has_elements(shown: Any, run: int) -> None:
     """10,000 tokens: elements are counted rather than milliseconds, which a busy machine stretches."""
     texts = [f"word{at}{chr(10) if at % 20 == 0 else ' '}" for at in range(10_000)]
@@ -209,8 +209,8 @@ def test_of_a_long_answer_only_what_is_near_the_screen_has_elements(shown: Any, 
     assert answer.evaluate("one => one.textContent.replaceAll('▾', '')") == "".join(texts)
 
 
-@pytest.mark.parametrize("width", [320, 1280])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, pytest.param(1280, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_fits_and_can_be_read_by_all(shown: Any, violations: Any, width: int, dark: bool) -> None:
     speculation = {
         "drafted": 9,
