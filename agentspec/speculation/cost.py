@@ -117,27 +117,27 @@ SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one measurement counts as at most this factor
 FIRST_TRIAL, LAST_TRIAL = 8, 512  # forwards of one kind in a row, with drafts or without, before one of the other
 SURPRISE = 1.5  # a forward that is off by this factor makes trials frequent again
-PER_SEQUENCE_RATE = 0.015  # how fast the cost per sequence is followed: most errors are the curve's or noise
-PER_SEQUENCE_CLIP = 0.5  # one measurement counts as at most this share
+LIKELY_EXTRA = np.array([1e-4, 1e-5, 0.1])  # of a one-token forward: what slots and sequences may well cost
+TRUST = 2.0  # standard deviation of what was measured at the start, as a share of it
+FORGETTING = 4e-4  # of what was learned since, in each forward
+CURVE_NOISE = 0.15  # standard deviation of the curve's estimates and of a measurement, as a share
 
 
 class CostModel:
     """Estimates the seconds of one forward by its tokens, the KV slots it reads and its sequences.
 
-    cost = speed * (curve(tokens) + (per_context + per_token_context * tokens / batch) * context
-    + per_sequence * (batch - 1)): `context` counts the KV slots of all `batch` sequences, and `per_sequence` is the
-    cost of one more sequence without its tokens. `speed` follows the machine as a whole, so that a busy minute measured
-    at one size does not make the other sizes look cheap.
+    cost = speed * (curve(tokens) + extra), where extra = a * context + b * tokens / batch * context + c * (batch - 1)
+    and `context` counts the KV slots of all `batch` sequences. A Kalman filter follows a, b and c, which are never
+    negative: a start on a busy machine may have measured any of them wrong. `speed` follows the machine as a whole, so
+    that a busy minute measured at one size does not make the other sizes look cheap.
     """
 
     def __init__(self) -> None:
-        self._per_context = 0.0
-        self._per_token_context = 0.0
-        self._per_sequence = 0.0
         self._speed = 1.0
         self._wait = FIRST_TRIAL
         self._plain = True  # whether the last forward had one token for each sequence
         self._alike = 0  # such forwards, or others, in a row
+        self._trials = self._counted = 0
         self.calibrate([(1, 0, GUESS_SECONDS)])
         self._measured = False
 
@@ -152,9 +152,12 @@ class CostModel:
         self._curve = CostCurve(sizes.items())
         self._speed, self._measured = 1.0, True
         far = [(t, (seconds - self._base(t)) / (context - near)) for t, context, seconds in samples if context > near]
-        self._per_context, self._per_token_context = _line(sorted(_fastest(far).items()))
+        per_context, per_token_context = _line(sorted(_fastest(far).items()))
         shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
-        self._per_sequence = max(0.0, sum(shares) / len(shares)) if shares else 0.0
+        per_sequence = max(0.0, sum(shares) / len(shares)) if shares else 0.0
+        self._extra = np.array([per_context, per_token_context, per_sequence])
+        self._doubt = np.diag((TRUST * self._extra + LIKELY_EXTRA * self._base(1)) ** 2)
+        self._covariance = self._doubt.copy()
 
     def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
         """The estimated seconds of a forward of `tokens` tokens of `batch` sequences with `context` KV slots in all."""
@@ -162,7 +165,7 @@ class CostModel:
 
     def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
         """`seconds` for each number of tokens."""
-        return self._speed * (self._curve.many(tokens) + self._added(tokens, context, batch))
+        return self._speed * (self._curve.many(tokens) + self._extra @ _loads(tokens, context, batch))
 
     def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
         """Learn from one measured forward."""
@@ -170,16 +173,23 @@ class CostModel:
             self.calibrate([(tokens, context, seconds)])
         ratio = seconds / self.seconds(tokens, context, batch)
         surprised = self._count(tokens == batch, ratio)
+        loads = _loads(tokens, context, batch)
+        self._learn_extra(loads, seconds / self._speed, self._base(tokens))
         if self._curve.is_measured(tokens):  # else the estimate may be what is wrong, not the speed
+            ratio = seconds / self.seconds(tokens, context, batch)
             self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
-        alone = seconds / self._speed - float(self._added(tokens, context, batch))
-        if batch > 1:
-            base = self._base(tokens)
-            off = min(max(alone - base, -PER_SEQUENCE_CLIP * base), PER_SEQUENCE_CLIP * base)
-            self._per_sequence = max(0.0, self._per_sequence + PER_SEQUENCE_RATE * off / batch)
+        alone = seconds / self._speed - float(self._extra @ loads)
         self._curve.observe(tokens, max(alone, LEAST_SHARE * self._base(tokens)))
         if surprised:
             self._curve.doubt()
+
+    def _learn_extra(self, loads: Floats, seconds: float, base: float) -> None:
+        """One step of the filter. A forward counts as at most twice as long as expected."""
+        expected = base + float(self._extra @ loads)
+        spread = self._covariance @ loads
+        gain = spread / (loads @ spread + (CURVE_NOISE * expected) ** 2)
+        self._extra = np.maximum(self._extra + gain * min(seconds - expected, expected), 0.0)
+        self._covariance += FORGETTING * (self._doubt - self._covariance) - np.outer(gain, spread)
 
     def next_trial(self) -> Literal["plain", "drafts"] | None:
         """The kind of forward, without drafts or with, that should come next since none came for long. A size that
@@ -188,27 +198,29 @@ class CostModel:
         if self._alike < self._wait:
             return None
         self._alike = 0  # also where the next forward cannot be one
-        return "drafts" if self._plain else "plain"
+        self._trials += 1
+        return "drafts" if self._plain or self._trials % 2 else "plain"
 
     def _count(self, plain: bool, ratio: float) -> bool:
-        """Count a forward that took `ratio` times as long as expected; returns whether it is the first of its kind and
-        a surprise. Trials that find nothing new become rare.
+        """Count a forward that took `ratio` times as long as expected; returns whether it is the first of its kind, or
+        a trial, and a surprise. Trials that find nothing new become rare.
         """
-        if plain == self._plain:
+        if plain == self._plain and self._trials == self._counted:
             self._alike += 1
             return False
         surprise = not 1 / SURPRISE < ratio < SURPRISE
         self._wait = FIRST_TRIAL if surprise else min(2 * self._wait, LAST_TRIAL)
-        self._plain, self._alike = plain, 0
+        self._plain, self._alike, self._counted = plain, 0, self._trials
         return surprise
-
-    def _added(self, tokens: Counts | int, context: int, batch: int) -> Floats:
-        return np.asarray(
-            (self._per_context + self._per_token_context * tokens / batch) * context + self._per_sequence * (batch - 1)
-        )
 
     def _base(self, tokens: int) -> float:
         return float(self._curve.many(np.array([tokens]))[0])
+
+
+def _loads(tokens: Counts | int, context: int, batch: int) -> Floats:
+    """What the extra costs grow with, [3] or [3, sizes]: slots, slots times tokens of a sequence, more sequences."""
+    slots = tokens / batch * context
+    return np.array([np.full_like(slots, context), slots, np.full_like(slots, batch - 1)])
 
 
 def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:

@@ -31,7 +31,7 @@ REQUEST_FADE = 0.9  # decay per round of one request's record: short, since pred
 LONGEST_PAUSE = 16  # most rounds in a row without asking the drafters
 MOST_STEPS = 256  # workflow steps with a calibration of their own
 MOST_TENANTS = 256  # likewise
-LIKELY = 0.5  # a trial with drafts verifies the nodes that are at least as likely
+LIKELY = 0.25  # a trial with drafts verifies the nodes that are at least as likely
 FADE = 0.998  # decay per round of what was learned, so that a source that was wrong is tried again
 
 

@@ -8,14 +8,13 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentspec.speculation.cost import CostCurve
+from agentspec.speculation.cost import CostCurve, CostModel, Floats
 
 SIZES = np.arange(1, 1000)
 forwards = st.tuples(st.integers(1, 30) | st.integers(1, 700), st.floats(-12, 3).map(math.exp))
 
 
-def check(curve: CostCurve) -> None:
-    costs = curve.many(SIZES)
+def check(costs: Floats) -> None:
     assert np.isfinite(costs).all() and (costs > 0).all()
     assert (np.diff(costs) >= -1e-9 * costs[1:]).all()
 
@@ -29,4 +28,15 @@ def test_any_measurements_give_a_rising_positive_curve(
     curve = CostCurve(calibrated)
     for tokens, seconds in seen:
         curve.observe(tokens, seconds)
-    check(curve)
+    check(curve.many(SIZES))
+
+
+@given(st.lists(st.tuples(forwards, st.sampled_from([0, 1, 5000, 10**6]), st.integers(1, 30)), max_size=60))
+def test_any_forwards_of_several_sequences_leave_costs_positive_and_rising(
+    seen: list[tuple[tuple[int, float], int, int]],
+) -> None:
+    model = CostModel()
+    for (tokens, seconds), context, batch in seen:
+        model.observe(tokens * batch, context, seconds, batch)
+    for context, batch in ((0, 1), (3000, 1), (10**6, 30)):
+        check(model.many(SIZES, context, batch))

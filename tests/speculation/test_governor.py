@@ -214,31 +214,45 @@ def test_drafts_that_never_hit_cost_at_most_two_percent(claim: float) -> None:
     assert spent <= 1.02 * off
 
 
-LYING = {  # what sizes take, what was measured of them at the start, and how likely the drafts are
-    "plain steps too slow": ([0.04 * (1 + 0.2 * n) for n in range(64)], [0.4] * 64, [0.05] * 40),
-    "all ten times too slow": (
-        [0.04 * (1 + 0.2 * n) for n in range(64)],
-        [0.4 * (1 + 0.02 * n) for n in range(64)],
-        [0.1] * 40,
-    ),
-    "large steps too slow": ([0.04] * 64, [0.04 * (1 + 2 * n) for n in range(64)], [0.9**n for n in range(1, 17)]),
-    "large steps too fast": ([0.04 * (1 + 0.5 * n) for n in range(64)], [0.04] * 64, [0.1] * 40),
+LYING = {  # how much too slow a start was by tokens, context and sequences; the context and the requests at work
+    "plain steps": (lambda tokens, context, batch: 10 if tokens == 1 else 1, 0, 1),
+    "all steps": (lambda tokens, context, batch: 10, 3000, 1),
+    "large steps": (lambda tokens, context, batch: tokens, 0, 1),
+    "drafts over a long context": (lambda tokens, context, batch: 10 if context and tokens > 1 else 1, 3000, 1),
+    "plain steps over a long context": (lambda tokens, context, batch: 10 if context and tokens == 1 else 1, 3000, 1),
+    "all over a long context": (lambda tokens, context, batch: 10 if context else 1, 3000, 6),
+    "several sequences": (lambda tokens, context, batch: 10 if batch > 1 else 1, 200, 6),
+    "large steps too fast": (lambda tokens, context, batch: 1 / (1 + 0.05 * (tokens - 1)), 0, 1),
 }
 
 
+@pytest.mark.parametrize("chance", [0.9, 0.6, 0.02])
 @pytest.mark.parametrize("name", LYING)
-def test_a_clock_that_lies_at_the_start_costs_little_later(name: str) -> None:
+def test_a_clock_that_lies_at_the_start_costs_little_later(name: str, chance: float) -> None:
     """As where the machine is busy while a model is loaded: after 100 steps tokens come at most 10 % later."""
-    truth, lie, worth = LYING[name]
+    lie, context, batch = LYING[name]
+    worth = [chance ** (1 + node / 2) for node in range(16)]
+
+    def seconds(tokens: int, context: int, batch: int) -> float:
+        return 0.04 * (1 + 0.05 * (tokens - 1)) + (2e-6 + 1e-6 * tokens / batch) * context + 0.004 * (batch - 1)
+
+    starts = [*((size, 0, 1) for size in SIZES), (1, 1024, 1), (16, 1024, 1), (4, 0, 4), (8, 0, 8)]
+    times = {start: seconds(*start) * lie(*start) for start in starts}
     governor, spent, gained = Governor(), 0.0, 0.0
-    governor.cost.calibrate([(size, 0, lie[size - 1]) for size in SIZES])
+    governor.cost.calibrate(
+        [(tokens, slots, times[tokens, slots, count]) for tokens, slots, count in starts if count == 1],
+        [(count, times[count, 0, count]) for _, _, count in starts if count > 1],
+    )
     for step in range(400):
-        nodes = governor.choose([worth])[0]
-        seconds = truth[len(nodes)]
-        governor.cost.observe(1 + len(nodes), 0, seconds)
+        chosen = governor.choose([worth] * batch, context=batch * context)
+        tokens = batch + sum(map(len, chosen))
+        took = seconds(tokens, batch * context, batch)
+        governor.cost.observe(tokens, batch * context, took, batch)
         if step >= 100:
-            spent, gained = spent + seconds, gained + 1 + sum(worth[node] for node in nodes)
-    assert gained / spent >= 0.9 * exhaustive(sorted(worth, reverse=True), truth)[1]
+            spent, gained = spent + took, gained + batch + sum(worth[node] for nodes in chosen for node in nodes)
+    sure = itertools.accumulate(sorted(worth * batch, reverse=True), initial=batch)
+    best = max(tokens / seconds(batch + drafted, batch * context, batch) for drafted, tokens in enumerate(sure))
+    assert gained / spent >= 0.9 * best
 
 
 def test_a_drafter_that_was_wrong_is_tried_again_when_it_is_right() -> None:
