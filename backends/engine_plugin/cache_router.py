@@ -16,10 +16,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from agentspec.backends.engine_plugin.request_state import Deletions, PrivateCache, RequestCache, RequestState
+from agentspec.backends.engine_plugin.request_state import Deletions, RequestState
 from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.backends.engine_plugin.settings import DrafterSettings
-from agentspec.cache import SuffixCache
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.settings import without_password
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
@@ -28,6 +28,7 @@ from agentspec.types import Namespace
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # keys that do not identify a model
 _TOKENIZERS = "tokenizer.json tekken.json tokenizer.model tiktoken.model qwen.tiktoken vocab.json vocab.txt".split()
 _ADAPTERS = "adapter_config.json adapter_model.safetensors adapter_model.bin adapter_model.pt".split()
+_PRIVATE = Namespace("private", "", "")  # of requests whose tenant is not known
 _SHOWN = 50  # tenants that metrics name; the others, in the order of the settings, are one
 
 logger = logging.getLogger(__name__)
@@ -98,20 +99,24 @@ class CacheRouter:
         self._namespaces = {tenant: namespace(tenant) for tenant in tenants}
         self._shown = frozenset(list(tenants)[:_SHOWN])
 
-    def open(self, state: RequestState, prompt: Tokens) -> RequestCache:
-        """Open a request's cache in its tenant's namespace, or a private cache if its salt is not configured."""
+    def open(self, state: RequestState, prompt: Tokens) -> CacheRequest:
+        """Open a request's cache in its tenant's namespace. Where its salt is not configured it shares nothing, and
+        nothing of it is kept.
+        """
         salts, request, self._used = self._settings.salts, state.request, True
-        if request.salt is not None and request.salt not in salts:
-            return PrivateCache(prompt)
-        tenant = self._settings.tenant if request.salt is None else salts[request.salt]
-        state.tenant = tenant if tenant in self._shown else "other"
+        private = request.salt is not None and request.salt not in salts
+        namespace = _PRIVATE
+        if not private:
+            tenant = self._settings.tenant if request.salt is None else salts[request.salt]
+            state.tenant = tenant if tenant in self._shown else "other"
+            namespace = of_adapter(self._namespaces[tenant], request.adapter, request.adapter_path)
         metric("cache_bytes").set(sum(self._cache.tenant_bytes().values()))
         return self._cache.request(
             prompt,
-            namespace=of_adapter(self._namespaces[tenant], request.adapter, request.adapter_path),
+            namespace=namespace,
             session=request.labels.session,
-            store=self._settings.cache.store and request.store,
-            share=request.share,
+            store=self._settings.cache.store and request.store and not private,
+            share=request.share and not private,
             decode=self._decode,
         )
 

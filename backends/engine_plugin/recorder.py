@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from agentspec.backends.engine_plugin.request_state import Ending, RequestCache, RequestInfo, RequestState
+from agentspec.backends.engine_plugin.request_state import Ending, RequestInfo, RequestState
 from agentspec.backends.engine_plugin.rounds import FailureLog, metric
+from agentspec.cache import CacheRequest
 from agentspec.cache.tokens import Tokens
 
 WAITING_TOKENS = 8 << 20  # tokens that may wait to be recorded: some seconds of traffic, even with long prompts
@@ -23,7 +24,7 @@ CLOSE_SECONDS = 30.0  # that a cache which hangs may hold up the end of the serv
 
 logger = logging.getLogger(__name__)
 
-Open = Callable[[RequestState, Tokens], RequestCache]
+Open = Callable[[RequestState, Tokens], CacheRequest]
 _Asked = tuple[Callable[..., None], tuple[object, ...], int]
 
 
@@ -50,6 +51,7 @@ class CacheRecorder:
         self._held: list[_Asked] = []
         self._holds = False
         self._waiting = 0
+        self._begun: dict[RequestState, None] = {}  # with a cache that is open
         self._groups: dict[tuple[object, ...], list[RequestState]] = {}
         self._lock = threading.Lock()
         self._failures = FailureLog(logger, "a request goes on without the token cache")
@@ -96,10 +98,12 @@ class CacheRecorder:
         return done.wait(timeout)
 
     def close(self, finish: Callable[[bool], None]) -> None:
-        """Carry out all calls so far and `finish(False)`, then stop the thread. Idempotent. If that takes longer than
-        `CLOSE_SECONDS`, the cache hangs: `finish(True)` must leave it without waiting.
+        """Carry out all calls so far, keep the outputs that are whole though the server did not come to end them, and
+        `finish(False)`; then stop the thread. Idempotent. If that takes longer than `CLOSE_SECONDS`, the cache hangs:
+        `finish(True)` must leave it without waiting.
         """
         self._release()
+        self._put(self._end_finished)
         self._put(finish, False)
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -137,7 +141,7 @@ class CacheRecorder:
 
     def _begin(self, state: RequestState, prompt: Tokens) -> None:
         with self._failures.caught():
-            state.cache = self._open(state, prompt)
+            state.cache, self._begun[state] = self._open(state, prompt), None
             if key := _group(state.request, prompt):
                 state.group_key, state.group = key, self._groups.setdefault(key, [])
                 state.group.append(state)
@@ -160,7 +164,12 @@ class CacheRecorder:
         for (name, *labels), count in counts.items():
             metric(name, *labels).inc(count)
 
+    def _end_finished(self) -> None:
+        for state in [state for state in self._begun if state.finished]:
+            self._end(state, state.ending)
+
     def _end(self, state: RequestState, ending: Ending) -> None:
+        self._begun.pop(state, None)
         if state in state.group:
             state.group.remove(state)
             if not state.group:

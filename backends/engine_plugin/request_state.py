@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, SuffixIndex
+from agentspec.cache import CacheRequest
+from agentspec.cache.index import Sourced
 from agentspec.cache.tokens import MOST_TOKEN, Tokens
 from agentspec.prediction import PredictedText
 from agentspec.types import Labels, Source
@@ -33,58 +32,11 @@ class FoundTree(NamedTuple):
     deletions: int
 
 
-_TRANSCRIPT = 0
 PREDICTION = "agentspec_prediction"
 """The field for extensions that holds the predicted answer's token ids."""
 HOPELESS = 0.3  # a prediction that is less often right is not drafted from
 MOST_PREDICTED = 16384  # tokens of a prediction that are followed
 GROUP_SEARCHED = 5  # requests of a group, the oldest that are open, whose outputs are searched
-
-
-class RequestCache(Protocol):
-    """The cache of one request; `CacheRequest` implements it. Only the recorder calls its methods."""
-
-    @property
-    def drafter(self) -> IndexDrafter: ...
-
-    @property
-    def indexes(self) -> list[Sourced]: ...
-
-    def extend(self, tokens: Tokens) -> None: ...
-
-    def count_draft(self, drafted: int, accepted: int) -> None: ...
-
-    def close(self, *, ended: bool) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class PrivateCache:
-    """A cache for one request that shares nothing with others. It is discarded when the request ends."""
-
-    def __init__(self, prompt: Tokens) -> None:
-        self.drafter = IndexDrafter()
-        self._context = prompt[-DEPTH:]
-        self._index = SuffixIndex()
-        self._index.append(_TRANSCRIPT, prompt)
-
-    @property
-    def indexes(self) -> list[Sourced]:
-        return [(self._index, Source.SESSION)]
-
-    def extend(self, tokens: Tokens) -> None:
-        self.drafter.observe(self.indexes, self._context, tokens)
-        self._index.append(_TRANSCRIPT, tokens)
-        self._context = np.concatenate((self._context, tokens))[-DEPTH:]
-
-    def count_draft(self, drafted: int, accepted: int) -> None:
-        """Does nothing: a private cache has no counts."""
-
-    def close(self, *, ended: bool) -> None:
-        """Does nothing: a private cache keeps no output."""
-
-    def abandon(self) -> None:
-        """Does nothing: a private cache keeps no output."""
 
 
 class Ending(Enum):
@@ -164,7 +116,7 @@ class RequestState:
         self.request = request
         self.output_length = 0  # tokens of output
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
-        self.cache: RequestCache | None = None
+        self.cache: CacheRequest | None = None
         self.recorded = True  # its output goes to the cache
         self.group: list[RequestState] = []  # the open requests of its group,
         self.group_key: tuple[object, ...] = ()  # which has this key

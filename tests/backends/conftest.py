@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentspec.backends.engine_plugin import cache_router, drafter  # what an engine opens by its own configuration
-from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestState
 from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.storage.codec import decode
@@ -52,7 +52,7 @@ def opening(cache: SuffixCache, namespace: Callable[[str], Namespace] = Namespac
 
 def followed_requests() -> Counter[str]:
     """The objects of requests in this process, also those that earlier tests have left."""
-    kinds = (RequestState, CacheRequest, PrivateCache)
+    kinds = (RequestState, CacheRequest)
     gc.collect()
     return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
 

@@ -12,8 +12,9 @@ from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin import rounds
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
-from agentspec.backends.engine_plugin.request_state import RequestCache, RequestState
+from agentspec.backends.engine_plugin.request_state import RequestState
 from agentspec.backends.engine_plugin.rounds import FailureLog
+from agentspec.cache import CacheRequest
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client
 
@@ -34,7 +35,7 @@ def hung() -> Iterator[threading.Event]:
 def test_a_recorder_that_hangs_bounds_what_waits_and_the_end(
     hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(state: RequestState, prompt: Tokens) -> RequestCache:
+    def never(state: RequestState, prompt: Tokens) -> CacheRequest:
         hung.wait()
         raise AssertionError
 

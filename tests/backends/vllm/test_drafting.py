@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from prometheus_client import REGISTRY
 
 from agentspec.backends.engine_plugin import drafter as drafting
 from agentspec.backends.engine_plugin.drafter import ServerDrafter
-from agentspec.backends.engine_plugin.request_state import PrivateCache, RequestCache, RequestState
-from agentspec.cache import SuffixCache
+from agentspec.backends.engine_plugin.request_state import RequestState
+from agentspec.cache import CacheRequest, SuffixCache
 from agentspec.cache.tokens import Tokens
 from tests.backends.vllm.conftest import TEXT, VOCABULARY, Client, tokens
 
@@ -108,7 +109,7 @@ def test_every_row_is_served_in_the_next_round_where_one_has_no_time(
 class Broken:
     """A memory that fails, or takes its time."""
 
-    def __init__(self, memory: RequestCache, act: Callable[[], None]) -> None:
+    def __init__(self, memory: CacheRequest, act: Callable[[], None]) -> None:
         self.drafter, self.indexes, self._act = memory.drafter, memory.indexes, act
         self.abandoned = False
 
@@ -125,14 +126,16 @@ class Broken:
         self.abandoned = True
 
 
-def test_a_memory_that_fails_or_cannot_be_had_costs_drafts_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_memory_that_fails_or_cannot_be_had_costs_drafts_only(
+    cache: SuffixCache, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise ValueError("secret text of a prompt")
 
-    def refuse(state: RequestState, prompt: Tokens) -> RequestCache:
+    def refuse(state: RequestState, prompt: Tokens) -> Any:
         raise RuntimeError("closed")
 
-    memory = Broken(PrivateCache(TEXT), fail)
+    memory = Broken(cache.request(TEXT), fail)
     for opened in (lambda state, prompt: memory, refuse):
         caplog.clear()
         drafter = ServerDrafter(opened, VOCABULARY, chains=True)
@@ -146,7 +149,7 @@ def test_a_memory_that_fails_or_cannot_be_had_costs_drafts_only(caplog: pytest.L
     assert memory.abandoned
 
 
-def test_a_memory_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_that_stands_still_holds_nobody_up(cache: SuffixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that does not answer: drafts go on from what is in memory, and no round waits for it."""
     monkeypatch.setattr(drafting, "PATIENCE", 0.1)
     go = threading.Event()
@@ -154,7 +157,7 @@ def test_a_memory_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     def stand_still() -> None:
         go.wait(600)
 
-    memory = Broken(PrivateCache(np.tile(TEXT, 2)), stand_still)
+    memory = Broken(cache.request(np.tile(TEXT, 2)), stand_still)
     drafter = ServerDrafter(lambda state, prompt: memory, VOCABULARY, chains=True)
     client = Client(drafter, TEXT)
     drafter.flush()

@@ -273,6 +273,14 @@ def test_what_is_sampled_behind_the_end_is_no_output(bench: Bench) -> None:
     assert outputs(bench) == [[7] * 100, [100, 101, EOS]]
 
 
+def test_an_output_that_is_whole_is_kept_though_the_server_stops_at_once(runner: Runner, bench: Bench) -> None:
+    for name in ("a", "b"):
+        runner.begin(name, TEXT)
+    runner.step(a=[100, EOS], b=[100])
+    bench.drafter.close()
+    assert outputs(bench) == [[100, EOS]]
+
+
 def answer(runner: Runner, name: str, text: list[int], **given: Any) -> list[int]:
     """Have a request write this text; the tokens drafted for it, where its target verified them."""
     runner.begin(name, np.array([1], dtype=np.int32), **given)
@@ -305,9 +313,10 @@ def test_drafts_are_counted_by_source_and_tenant(runner: Runner, bench: Bench) -
     found = {key: counted(*key) - value for key, value in before.items()}
     assert all(found["draft", *row] >= found["accepted", *row] > 20 for row in rows)
     assert found["draft", "prediction", "default"] == predicted
-    stats = bench.cache.stats()  # which has no private text
-    assert stats.drafted == sum(found["draft", *row] for row in rows[:3])
-    assert stats.accepted == sum(found["accepted", *row] for row in rows[:3])
+    stats = bench.cache.stats()
+    assert stats.drafted == sum(found["draft", *row] for row in rows)
+    assert stats.accepted == sum(found["accepted", *row] for row in rows)
+    assert stats.sequences == 9, "private text is kept"
 
 
 @given(cut=st.integers(2, 58), by=st.sampled_from(["tenant", "session"]), patience=st.sampled_from([0.0, 60.0]))

@@ -161,12 +161,18 @@ def test_whole_outputs_are_recorded_though_they_end_before_their_tokens_arrive(
     assert recorded(cache) == [ANSWER]
 
 
+@pytest.mark.parametrize("ended", [True, False])
 def test_tokens_that_are_under_way_when_the_server_stops_are_recorded(
-    runner: Runner, late: Late, cache: SuffixCache
+    runner: Runner, late: Late, cache: SuffixCache, ended: bool
 ) -> None:
+    """Also where the server does not come to end the request; what is not whole is not kept."""
     late.steps = 1000
     runner.begin("a", PROMPT, ANSWER)
-    runner.run()
+    runner.begin("b", PROMPT, ANSWER * 2)
+    while len(runner.outputs["a"]) < len(ANSWER):
+        runner.step()
+    if ended:
+        runner.finish("a")
     late.steps = 0
     runner.speculator.close()
     assert recorded(cache) == [ANSWER]
