@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from agentspec.cache.tokens import Tokens
 from agentspec.errors import ConfigurationError
 from agentspec.types import Draft
+
+if TYPE_CHECKING:
+    from agentspec.cache.tokens import Tokens
 
 
 class NativeExtensionError(ConfigurationError, ImportError):
@@ -58,7 +61,7 @@ more than `scan_limit` new matches, the drafter looks at an even sample of them.
 Sourced = tuple[SuffixIndex, int]
 """An index, and the `Source` that drafts report for its tokens."""
 
-DraftJob = tuple[IndexDrafter, Sequence[Sourced], Tokens, int, float, bool]
+DraftJob = tuple[IndexDrafter, Sequence[Sourced], "Tokens", int, float, bool]
 """A drafter, the indexes and the context that it drafts from, most tokens, least probability, and whether the draft is
 a chain: no branches, each node the likeliest child of the last, for targets that verify no trees."""
 
@@ -73,6 +76,9 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     """
     return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
 
+
+are_tokens = _native.are_tokens
+"""Whether an array is as `as_tokens` returns it, and not empty."""
 
 path_length = _native.path_length
 """How many tokens of an output, from the first on, lie on a path of a draft, given its tokens and parents."""

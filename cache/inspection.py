@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft."""
+    """A snapshot. Counts are since open unless said otherwise; a step is an `extend` that followed a draft. `steps`,
+    `hits`, `drafted` and `accepted` are those of requests that ended.
+    """
 
     namespaces: int = 0  # in memory now
     sessions: int = 0  # in memory now

@@ -177,6 +177,7 @@ class CacheRequest:
         self._text = prompt[-DEPTH:].copy()  # the end of the prompt and the output, with room for more
         self._prompt_end = self._written = len(self._text)  # where the output begins, and ends so far
         self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the text where they begin
+        self._counts = dict.fromkeys(("steps", "hits", "drafted", "accepted"), 0)
         self._open = True
         self._indexes: list[Sourced] = [
             (session.index, Source.SESSION),
@@ -241,30 +242,28 @@ class CacheRequest:
         """
         self.require_open()
         committed = as_tokens(tokens)
-        if len(committed) > ROUND:
-            self._count(committed)
-        for start in range(0, len(committed), ROUND):
-            self._extend(committed[start : start + ROUND], learn)
-
-    def _extend(self, tokens: Tokens, learn: bool) -> None:
-        """`extend` by at most ROUND tokens."""
         self._leave_forgotten()
-        self._count(tokens)
-        if learn:
-            self.drafter.observe(self._indexes, self.context, tokens)
-        if not self._session.forgotten:
-            self._session.index.append(TRANSCRIPT, tokens)
-        end = self._written + len(tokens)
+        self._count(committed)
+        end = self._written + len(committed)
         if end > len(self._text):
             self._text = np.concatenate((self._text, np.empty(end, np.int32)))
-        self._text[self._written : end] = tokens
-        self._written = end
+        self._text[self._written : end] = committed
+        while self._written < end:
+            tokens = self._text[self._written : min(self._written + ROUND, end)]
+            if learn:
+                self.drafter.observe(self._indexes, self.context, tokens)
+            if not self._session.forgotten:
+                self._session.index.append(TRANSCRIPT, tokens)
+            self._written += len(tokens)
         self.pool.measure(self.partition, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """Count a draft that the caller, with threads of its own, made from `drafter` and `indexes` directly."""
-        figures = {"steps": 1, "drafted": drafted, "accepted": accepted, "hits": int(accepted > 0)}
-        self.pool.count(self.partition, **figures)
+        counts = self._counts
+        counts["steps"] += 1
+        counts["hits"] += accepted > 0
+        counts["drafted"] += drafted
+        counts["accepted"] += accepted
 
     def close(self, *, ended: bool = True) -> None:
         """Finish cleanly: the output joins the namespace's cached past outputs. Idempotent.
@@ -283,6 +282,7 @@ class CacheRequest:
         self._open = False
         if self.pool.closed:
             return
+        self.pool.count(self.partition, **self._counts)
         try:
             if self.store and self.share:
                 if not clean:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from agentspec.cache.index import are_tokens
 from agentspec.errors import InvalidRequestError
 from agentspec.types import Namespace
 
@@ -53,8 +54,8 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
     0 .. 2^31 - 2.
     """
-    if value is EMPTY:
-        return EMPTY
+    if isinstance(value, np.ndarray) and are_tokens(value):
+        return np.asarray(value, dtype=np.int32)
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError, TypeError) as error:
@@ -65,8 +66,6 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
         return EMPTY
     if array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} must be integers, not of dtype {array.dtype}", param=name)
-    if array.dtype == np.int32 and np.maximum.reduce(array.view(np.uint32)) <= MOST_TOKEN:
-        return np.ascontiguousarray(array)  # the usual case: one pass finds what is too low and too high
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > MOST_TOKEN:
         wrong = low if low < 0 else high

@@ -259,6 +259,13 @@ void bind_drafter(nb::module_& m) {
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one
     m.def(
+        "are_tokens",
+        [](nb::handle value) {
+            Input<Token> array;
+            return nb::try_cast(value, array, false) && array.size() > 0 && are_tokens(view(array));
+        },
+        "value"_a);
+    m.def(
         "path_length",
         [](const Input<Token>& tokens, const Input<Token>& parents, const Input<Token>& output) {
             return path_length(view(tokens), view(parents), view(output));

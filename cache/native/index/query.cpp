@@ -2,18 +2,17 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 
 #include "index/shapes.hpp"
 
 namespace agentspec {
 
+bool are_tokens(std::span<const Token> tokens) {
+    return std::ranges::all_of(tokens, [](Token token) { return token >= 0 && token <= kMostToken; });
+}
+
 void require_tokens(std::span<const Token> tokens) {
-    for (const Token token : tokens) {
-        if (token < 0 || token > kMostToken) {
-            throw std::invalid_argument("token ids must be from 0 to 2^31 - 2, not " + std::to_string(token));
-        }
-    }
+    if (!are_tokens(tokens)) throw std::invalid_argument("token ids must be from 0 to 2^31 - 2");
 }
 
 void Query::assign(std::span<const Token> context) {

@@ -7,7 +7,8 @@
 
 namespace agentspec {
 
-/// Throws std::invalid_argument unless all are token ids, 0 to kMostToken.
+/// Whether all are token ids, 0 to kMostToken. `require_tokens` throws std::invalid_argument where not.
+bool are_tokens(std::span<const Token> tokens);
 void require_tokens(std::span<const Token> tokens);
 
 /// A query: up to kDepth tokens, padded so that comparisons never run over its start.
