@@ -92,13 +92,13 @@ function contents(call) {
 function answer(one) {
   const thoughts = one.reasoning ?? one.reasoning_content;
   const shown = new Answer("Answer");
-  const written = (one.tokens ?? []).map((token) => token.text).join("");
-  written ? shown.add(one.tokens) : shown.addText(one.text);
+  const known = one.tokens?.some((token) => token.text);
+  known ? shown.add(one.tokens) : shown.addText(one.text);
   return [
-    thoughts && !written.includes(thoughts.trim()) ? plain("Thoughts", thoughts) : null,
+    thoughts && !(known && shown.element.textContent.includes(thoughts.trim())) ? plain("Thoughts", thoughts) : null,
     h("h2", {}, "Answer"),
     shown.element,
-    written ? legend(one.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
+    known ? legend(one.tokens) : h("p", { class: "muted" }, "It is not known where these tokens came from: the text is not coloured."),
     ...(one.tool_calls ?? []).map((tool) => plain(`Calls ${tool.function?.name ?? tool.name ?? "a tool"}`, tool.function?.arguments ?? "")),
   ].filter(Boolean);
 }

@@ -19,8 +19,8 @@ const sourceOf = (token) => (SOURCES[token.source] ? token.source : "");
 // An answer to which tokens are added as they come.
 export class Answer {
   constructor(label) {
-    this.element = h("div", { class: "answer", role: "group", "aria-label": label, tabindex: "0" });
-    this.element.addEventListener("pointerover", (event) => describe(event.target));
+    const on = { onpointerover: (event) => describe(event.target), onclick: (event) => unfold(event.target) };
+    this.element = h("div", { class: "answer", role: "group", "aria-label": label, tabindex: "0", ...on });
     const seen = (blocks) => blocks.filter((one) => one.isIntersecting).forEach(({ target }) => {
       this.screen.unobserve(target);
       paint(target);
@@ -77,31 +77,36 @@ function paint(block) {
 }
 
 function spanOf(run, text) {
-  const span = run.tokens[0].rejected?.length ? rejection(run, text) : h("span", {}, text);
+  const span = document.createElement("span");
   span.run = run;
-  if (run.source) span.classList.add("token", run.source);
+  if (run.source) span.className = `token ${run.source}`;
+  if (run.tokens[0].rejected?.length) span.append(markOf(run.tokens[0].rejected));
+  span.append(text);
   return span;
 }
 
-// The drafts that the model refused before this token, shown once the mark is pressed.
-function rejection(run, text) {
-  const { rejected } = run.tokens[0];
-  const label = `${rejected.length} rejected ${rejected.length === 1 ? "draft" : "drafts"}`;
-  const mark = h("button", { type: "button", class: "mark", "aria-expanded": "false", "aria-label": label, title: label }, "▾");
-  const list = h("span", { class: "rejected", hidden: true });
-  mark.onclick = () => {
-    list.hidden = !list.hidden;
-    mark.setAttribute("aria-expanded", String(!list.hidden));
-    if (list.childElementCount) return;
-    list.append(...rejected.map((draft) =>
-      h("span", {}, h("s", { class: `token ${sourceOf(draft)}`, dir: "auto" }, draft.text),
-        ` ${SOURCES[draft.source] ?? draft.source}, ${percent(draft.probability)} `)));
-  };
-  return h("span", {}, mark, list, text);
+const MARK = h("button", { type: "button", class: "mark", "aria-expanded": "false" });
+
+function markOf(rejected) {
+  const mark = MARK.cloneNode();
+  mark.ariaLabel = `${rejected.length} rejected ${rejected.length === 1 ? "draft" : "drafts"}`;
+  return mark;
+}
+
+// Shows the drafts that the model refused before a token, or hides them, if its mark was pressed.
+function unfold(mark) {
+  if (mark.className !== "mark") return;
+  const shown = mark.ariaExpanded === "false";
+  mark.ariaExpanded = String(shown);
+  if (!shown) return mark.nextSibling.remove();
+  mark.after(h("span", { class: "rejected" }, mark.parentNode.run.tokens[0].rejected.map((draft) =>
+    h("span", {}, h("s", { class: `token ${sourceOf(draft)}`, dir: "auto" }, draft.text),
+      ` ${SOURCES[draft.source] ?? draft.source}, ${percent(draft.probability)} `))));
 }
 
 // What is known of a run is written when somebody points at it: it costs nothing before.
 function describe(target) {
+  if (target.className === "mark") target.title = target.ariaLabel;
   const span = target.closest?.(".answer .block > span");
   if (!span?.run || span.run.tokens[0].unknown) return;
   const { source, tokens } = span.run;
@@ -114,7 +119,10 @@ function describe(target) {
 // How many tokens each source gave, as a legend and as text.
 export function legend(tokens) {
   const counts = {};
-  for (const token of tokens) counts[sourceOf(token)] = (counts[sourceOf(token)] ?? 0) + 1;
+  for (const token of tokens) {
+    const source = sourceOf(token);
+    counts[source] = (counts[source] ?? 0) + 1;
+  }
   const entries = Object.entries(counts).sort(([, one], [, other]) => other - one);
   return h("ul", { class: "legend", "aria-label": "Tokens by source" },
     entries.map(([source, tokens_]) =>
