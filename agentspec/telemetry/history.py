@@ -31,6 +31,7 @@ _READ: dict[str, tuple[str, ...]] = {
     "process_resident_memory_bytes": (),
     "member_state": ("backend", "member", "state"),
     **dict.fromkeys(("member_in_flight", "member_calls_total", "member_failures_total"), ("backend", "member")),
+    **dict.fromkeys(("member_draft_tokens_total", "member_accepted_tokens_total"), ("backend", "member", "source")),
 }
 """The samples that are read, without agentspec_, and the labels that they are added up by."""
 
@@ -74,8 +75,8 @@ def figures(before: Reading, after: Reading) -> dict[str, Any]:
     """What went on in the `seconds` between two readings: rates are per second, ratios None where nothing happened.
 
     Tokens are counted when their answer ends. `tokens_per_step` is that of models that report their forwards;
-    `acceptance` is the share of drafted tokens that were kept, by source in the engines of this process, and under
-    "all" by what every answer reported.
+    `acceptance` is the share of drafted tokens that were kept, by source in the engines of this process and the servers
+    of pools, and under "all" by what every answer reported.
     """
     seconds = max(after.clock - before.clock, 1e-9)
 
@@ -89,7 +90,15 @@ def figures(before: Reading, after: Reading) -> dict[str, Any]:
     )
     answered = Counter({key: count for key, count in requests.items() if key[0]})  # others ask no model
     firsts = grown("time_to_first_token_seconds_count").total()
-    drafted, kept = grown("engine_draft_tokens_total"), grown("engine_accepted_tokens_total")
+
+    def by_source(name: str) -> Values:
+        """Also of a pool's server, from when it is first read: its counter is older, and begins anew with it."""
+        values, name = grown(f"engine_{name}"), f"member_{name}"
+        for server in before.values[name].keys() & after.values[name].keys():
+            values[server[2:]] += max(0, after.values[name][server] - before.values[name][server])
+        return values
+
+    drafted, kept = by_source("draft_tokens_total"), by_source("accepted_tokens_total")
     return {
         "at": after.at,
         "seconds": seconds,

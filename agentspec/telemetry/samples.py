@@ -32,7 +32,7 @@ class EngineSample:
 @dataclass(frozen=True, slots=True)
 class MemberSample:
     """One upstream, a server of a pool or alone, as this process sees it. Totals since the start; `running`, `waiting`
-    and `kv_use` by the server's own metrics, None without.
+    and `kv_use` by the server's own metrics, None without; `drafted` and `accepted` by those of our plug-in in it.
     """
 
     backend: str
@@ -45,6 +45,8 @@ class MemberSample:
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None
+    drafted: Mapping[str, int] = field(default_factory=dict)
+    accepted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

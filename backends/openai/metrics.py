@@ -1,11 +1,12 @@
-"""Reads the drafter and the load of a server from its Prometheus metrics."""
+"""Reads the drafter, its counts and the load of a server from its Prometheus metrics."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from agentspec.backends.http import MAX_LIST_BYTES, Endpoint
 
@@ -57,16 +58,23 @@ def _number(text: str) -> float:
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
-NAMES = (*_RUNNING, *_WAITING, *_KV_USE)
+_DRAFTED = "agentspec_drafter_draft_tokens_total"
+_ACCEPTED = "agentspec_drafter_accepted_tokens_total"
+NAMES = (*_RUNNING, *_WAITING, *_KV_USE, _DRAFTED, _ACCEPTED)
+_SOURCES = ("cache", "prediction")  # that our plug-ins name
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Requests being computed and queued, those of other gateways included; the share of the KV cache in use."""
+    """Requests being computed and queued, those of other gateways included; the share of the KV cache in use; the
+    tokens that our plug-in in the server has drafted, and those accepted, by source.
+    """
 
     running: int
     waiting: int
     kv_use: float
+    drafted: Mapping[str, int] = field(default_factory=dict)
+    accepted: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse_load(text: str) -> ServerLoad | None:
@@ -75,11 +83,15 @@ def parse_load(text: str) -> ServerLoad | None:
     Counts are added up. Of KV caches the fullest counts: its engine is the one that preempts.
     """
     running, waiting, kv_use, found = 0.0, 0.0, 0.0, False
-    for name, _, value in samples(text, NAMES):
+    tokens: dict[str, Counter[str]] = {_DRAFTED: Counter(), _ACCEPTED: Counter()}
+    for name, labels, value in samples(text, NAMES):
         if name in _RUNNING:
             running, found = running + value, True
         elif name in _WAITING:
             waiting, found = waiting + value, True
         elif name in _KV_USE:
             kv_use, found = max(kv_use, value), True
-    return ServerLoad(max(0, int(running)), max(0, int(waiting)), min(max(kv_use, 0.0), 1.0)) if found else None
+        elif name in tokens and (source := labels.get("source")) in _SOURCES:
+            tokens[name][source] += max(0, int(value))
+    counts = max(0, int(running)), max(0, int(waiting)), min(max(kv_use, 0.0), 1.0)
+    return ServerLoad(*counts, tokens[_DRAFTED], tokens[_ACCEPTED]) if found else None

@@ -173,4 +173,6 @@ class PoolMember:
             running=None if load is None else load.running,
             waiting=None if load is None else load.waiting,
             kv_use=None if load is None else load.kv_use,
+            drafted={} if load is None else load.drafted,
+            accepted={} if load is None else load.accepted,
         )

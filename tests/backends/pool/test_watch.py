@@ -18,6 +18,13 @@ VLLM = (
     'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
 )
 SGLANG = 'sglang:num_running_reqs{m="x"} 5\nsglang:num_queue_reqs{m="x"} 7\nsglang:token_usage{m="x"} 1.5\n'
+DRAFTING = VLLM + "".join(
+    f'agentspec_drafter_{name}_tokens_total{{source="{source}",tenant="{tenant}"}} {value}\n'
+    for name, source, tenant, value in (
+        *(("draft", "cache", "a", "7.0"), ("draft", "cache", "b", "3.0"), ("accepted", "cache", "a", "4.0")),
+        *(("draft", "prediction", "a", "-1"), ("draft", "elsewhere", "a", "9"), ("accepted", "cache", "b", "NaN")),
+    )
+)
 OTHER = "process_cpu_seconds_total 3.0\nvllm:num_requests_running NaN\n"
 
 
@@ -34,7 +41,8 @@ async def ended(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "load"), [(VLLM, (4, 2, 0.75)), (SGLANG, (5, 7, 1.0)), (OTHER, (None, None, None))]
+    ("metrics", "load"),
+    [(VLLM, (4, 2, 0.75)), (DRAFTING, (4, 2, 0.75)), (SGLANG, (5, 7, 1.0)), (OTHER, (None, None, None))],
 )
 async def test_health_and_load_are_read_once_a_second(metrics: str, load: tuple[Any, ...]) -> None:
     one = Server("a", paths={"/metrics": answering(metrics)})
@@ -44,6 +52,8 @@ async def test_health_and_load_are_read_once_a_second(metrics: str, load: tuple[
     await asyncio.sleep(20.5)
     member = pool.members["a"]
     assert (member.running, member.waiting, member.kv_use) == load
+    counts = ({"cache": 10, "prediction": 0}, {"cache": 4}) if metrics == DRAFTING else ({}, {})
+    assert (member.drafted, member.accepted) == counts
     await ended(pool)
     assert one.times("/health") == one.times("/metrics") == list(range(21))
     before = len(one.seen)

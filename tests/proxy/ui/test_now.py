@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -116,6 +116,32 @@ def test_points_are_the_metrics_between_two_readings(gateway: Any, upstream: Any
     assert totals == pytest.approx({"requests": asked, "failed": asked / 2, "tokens": 10 * asked})
     assert (2, 0.5) in ratios
     assert [(one["backend"], one["calls"], one["failures"]) for one in event["now"]["members"]] == [("pool", 0, 0)] * 2
+
+
+def test_a_pools_server_with_our_plug_in_tells_which_drafts_were_accepted(
+    gateway: Any, upstream: Any, slept: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what it counts while it is watched, though it is older and begins anew after each fifth reading."""
+    monkeypatch.setattr("agentspec.backends.pool.fleet.INTERVAL_SECONDS", 0.02)
+    readings = count()
+
+    def metrics() -> str:
+        done = next(readings) % 5
+        counts = {"draft": 1000 + 10 * done, "accepted": 900 + 4 * done}
+        lines = [f'agentspec_drafter_{name}_tokens_total{{source="cache"}} {value}' for name, value in counts.items()]
+        return "\n".join(["vllm:num_requests_running 0", *lines, ""])
+
+    known = {"/metrics": metrics, "/v1/models": lambda: '{"data": [{"id": "m", "owned_by": "vllm"}]}'}
+    server = upstream(lambda request: request.answer(known.get(request.target, lambda: "{}")().encode()))
+    settings = Settings(
+        backends={"up": OpenAISettings(base_url=server.url)}, models={"m": ModelSettings(backends=("up",))}
+    )
+    shares = set[float | None]()
+    for event in events(gateway({}, settings).url):
+        shares.add(event["now"]["acceptance"].get("cache"))
+        if shares > {None} and next(readings) > 20:
+            break
+    assert shares == {None, 0.4}
 
 
 def test_an_upstream_that_is_alone_is_ready_or_failing_by_its_last_call(

@@ -102,15 +102,18 @@ def test_nothing_is_kept_unless_it_is_asked_for(gateway: Any) -> None:
 
 
 CHUNKS = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in ("from ", "afar")]
-ENDED = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
-WHOLE = {
-    "choices": [{"index": 0, "message": {"content": "from afar"}, "finish_reason": "stop"}],
-    "usage": {"completion_tokens": 2},
+COUNTS = {
+    "usage": {"completion_tokens": 4},
+    "metrics": {"speculative_decoding": {"num_draft_tokens": 5, "num_accepted_draft_tokens": 2}},
 }
+ENDED = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **COUNTS}
+WHOLE = {"choices": [{"index": 0, "message": {"content": "from afar"}, "finish_reason": "stop"}], **COUNTS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_upstreams_answer_is_kept_as_it_passes(gateway: Any, upstream: Any, stream: bool) -> None:
+def test_an_upstreams_answer_is_kept_as_it_passes(gateway: Any, upstream: Any, open_page: Any, stream: bool) -> None:
+    """With what vLLM counts for it, if it was started with --per-request-spec-decode-metrics."""
+
     def script(request: Any) -> None:
         if stream:
             events = [f"data: {json.dumps(one)}\n\n" for one in (*CHUNKS, ENDED)]
@@ -124,7 +127,11 @@ def test_an_upstreams_answer_is_kept_as_it_passes(gateway: Any, upstream: Any, s
     [run] = seen(running.url).json()["runs"]
     [call] = seen(running.url, "run", name=run["id"]).json()["calls"]
     assert [(one["text"], one["tokens"]) for one in call["answers"]] == [("from afar", [])]
-    assert call["usage"]["completion_tokens"] == 2 and call["messages"][-1]["content"] == "hi"
+    assert call["usage"]["completion_tokens"] == 4 and call["messages"][-1]["content"] == "hi"
+    assert [call["speculation"][name] for name in ("drafted", "accepted", "steps")] == [5, 2, 2]
+    page = open_page(f"{running.url}/ui#/runs/{run['id']}")
+    page.get_by_text("40 % of drafts accepted").wait_for()
+    assert page.get_by_text("It is not known where these tokens came from").count() == 1
 
 
 def record(text: str, tokens: list[dict[str, Any]], at: float = 0.0, **more: Any) -> StoredResponse:

@@ -7,7 +7,7 @@ import { bytes, count, figure, h, percent, seconds, table } from "../dom.js";
 export const title = "Now";
 export const needs = "reads_metrics";
 
-const maybe = (write) => (value) => (value === null || value === undefined ? "–" : write(value));
+const maybe = (write) => (value) => (value == null ? "–" : write(value));
 const FIGURES = [
   ["requests/s", (now) => now.requests, count],
   ["failed/s", (now) => now.failed, count],
@@ -66,7 +66,7 @@ function acceptance({ all, ...bySource }) {
     h("span", {}, h("i", { class: `swatch token ${source}` }), source), maybe(percent)(share),
   ]);
   if (rows.length) return table(["Source", "Kept"], rows, "Of what each source proposed");
-  return h("p", { class: "muted" }, "No engine of this process has drafted yet. Other servers report no sources.");
+  return h("p", { class: "muted" }, "Nothing was drafted yet by an engine of this process, or by our plug-in in a server of a pool. Other servers report no sources.");
 }
 
 function upstreams(members) {
