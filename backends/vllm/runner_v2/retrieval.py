@@ -53,13 +53,14 @@ class Row:
 
 class Found(NamedTuple):
     """Passages (rows, all tokens and chances), int32, for rows with these `numbers`, by a search after so many
-    deletions.
+    deletions, and `ends` of requests.
     """
 
     rows: Sequence[Row]
     numbers: torch.Tensor
     passages: torch.Tensor
     deletions: int
+    ends: int
 
 
 Spare = deque[tuple[torch.Tensor, Any]]  # memory of the host for a copy from a GPU, and the event that ends it
@@ -122,6 +123,7 @@ class PassageRetriever(RecordingDrafter):
         self.found: deque[Found] = deque()  # for the engine's thread, the newest last
         self.pinned = False  # whether it is to lie in memory from which a GPU copies by itself
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._ends = 0  # of requests
         self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
         self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
@@ -161,6 +163,7 @@ class PassageRetriever(RecordingDrafter):
 
     def end(self, request: PassageRequest) -> None:
         """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
+        self._ends += 1
         self._wanted.pop(request, None)
         ending = Ending.ABORTED if request.preempted else request.state.ending
         self._later.append(partial(self._recorder.end, request.state, ending))
@@ -222,7 +225,7 @@ class PassageRetriever(RecordingDrafter):
         passages = torch.from_numpy(found.reshape(len(requests), -1))
         if self.pinned:
             numbers, passages = numbers.pin_memory(), passages.pin_memory()
-        self.found.append(Found(rows, numbers, passages, deletions))
+        self.found.append(Found(rows, numbers, passages, deletions, self._ends))
         tokens = found.reshape(len(requests), 2, shape.rows, shape.width)[:, 0, :, shape.overlap :] >= 0
         metric("seconds").inc(perf_counter() - started)
         metric("searches", "done").inc(len(requests))

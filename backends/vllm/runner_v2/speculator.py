@@ -53,8 +53,9 @@ class PassageSpeculator:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = type(self).open_retriever(vllm_config, self._shape)
+        self._on_cpu = self.device.type == "cpu"  # asking torch in each step costs as much as a copy
         if self._retriever is not None:
-            self._retriever.pinned = self.device.type != "cpu"
+            self._retriever.pinned = not self._on_cpu
         self._ranks = tensor_group()
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
@@ -73,6 +74,7 @@ class PassageSpeculator:
         self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
         self._spare = deque[Any](maxlen=8)
         self._used: list[Found] = []  # passages that are on the device
+        self._ended = 0  # requests; a search that knows of as many has none for a row that is over
         self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
         self._chances = torch.zeros(drafts, dtype=torch.int32, device=self.device)  # of these
         self._match = _matcher(self, self._shape)
@@ -153,7 +155,7 @@ class PassageSpeculator:
         drafts: torch.Tensor,
         count: int,
     ) -> None:
-        requests = [self._requests.get(identity) for identity in batch.req_ids]
+        requests = list(map(self._requests.get, batch.req_ids))
         own, lengths, ends = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu, self._ends
         try:
             self._upload(retriever)
@@ -189,18 +191,18 @@ class PassageSpeculator:
                 retriever.after(None, partial(retriever.want, request))
         while retriever.found:
             self._used.append(found := retriever.found.popleft())
-            rows, numbers, passages, deletions = found
+            rows, numbers, passages, deletions, ends = found
             if deletions != self._deletions:
                 continue
             if len(rows) == 1 and not rows[0].over:
                 rows[0].place.copy_(passages, non_blocking=True)
                 continue
-            if any(row.over for row in rows):
+            if ends != self._ended:
                 numbers = torch.tensor([self.max_num_reqs if row.over else row.number for row in rows])
             self._passages.index_copy_(0, self._to_device(numbers), self._to_device(passages))
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
+        return values if self._on_cpu else values.pin_memory().to(self.device, non_blocking=True)
 
     def _send(
         self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None], count: int
@@ -227,6 +229,7 @@ class PassageSpeculator:
         request = self._requests.pop(identity, None)
         if request is not None and self._retriever is not None:
             request.row.over = True
+            self._ended += 1
             self._silent.discard(request)
             self._retriever.after(None, partial(self._retriever.end, request))
 
