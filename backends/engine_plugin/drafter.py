@@ -171,9 +171,11 @@ class ServerDrafter(RecordingDrafter):
 
 
 def _ahead(turn: DraftTurn, job: DraftJob) -> _Search:
-    """The search for what follows until the round after the next, if all drafts are right."""
+    """The search for what follows until the round after the next, if all drafts are right: three, each with a `least`
+    probability of its own.
+    """
     drafter, indexes, context, limit, least, chains = job
-    return turn.state, turn.state.length, (drafter, indexes, context.copy(), 3 * limit + 2, least, chains)
+    return turn.state, turn.state.length, (drafter, indexes, context.copy(), 3 * limit + 2, least**3, chains)
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
