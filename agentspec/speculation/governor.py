@@ -213,7 +213,7 @@ def _recent(known: OrderedDict[K, Calibration], key: K, new: Callable[[], Calibr
 
 
 def allocate_budget(
-    acceptances: Sequence[Sequence[float]], requests: int, costs: Callable[[Counts], Floats]
+    acceptances: Sequence[Sequence[float]], requests: float, costs: Callable[[Counts], Floats]
 ) -> list[int]:
     """How many nodes of each draft to verify, so that the step's expected tokens per second are maximal.
 

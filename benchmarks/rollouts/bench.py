@@ -25,10 +25,13 @@ DRAFTERS: dict[str, Make] = {OURS: Cached, PEER: Peer, ORACLE: Oracle}
 AT_LEAST: dict[str, Make] = {ALONE: partial(Cached, grouped=False), LAST: partial(Cached, 1), NGRAM: Lookup}
 """Replayed with the smaller budget alone."""
 CHAIN, TREE = "chains cut by recent goodput", "trees cut by expected goodput"
+SLOWEST = "the slowest samples first"
 TIMED = {
     f"{OURS}, {CHAIN}": (Cached, Plan(15, chain=True, cut="followed")),
     f"{OURS}, chains of 7, never cut": (Cached, Plan(7, chain=True)),
     f"{OURS}, {TREE}": (Cached, Plan(32, cut="chosen")),
+    f"{OURS}, {CHAIN}, {SLOWEST}": (Cached, Plan(15, chain=True, cut="followed", last=8)),
+    f"{OURS}, {TREE}, {SLOWEST}": (Cached, Plan(32, cut="chosen", last=8)),
     f"{PEER}, chains of 15": (Peer, Plan(15, chain=True)),
     ORACLE: (Oracle, Plan(15)),
 }

@@ -43,12 +43,19 @@ class Plan:
     """How drafts are made: `budget` nodes at most, one chain or a tree, cut at each step by what else runs or not.
 
     "followed": where a token is less likely than the goodput of recent steps, as in vLLM's first runner; "chosen":
-    for the highest expected goodput of the step, by the local engine's governor.
+    for the highest expected goodput of the step, by the local engine's governor. With `last` a token counts the less,
+    the further its sample is ahead of the slowest one, by which the batch ends: half as much after so many tokens.
     """
 
     budget: int
     chain: bool = False
     cut: Cut = "none"
+    last: float = float("inf")
+
+    def weights(self, running: Sequence[_Running]) -> NDArray[np.float64]:
+        """What a token of each sample counts."""
+        at = np.array([one.at for one in running])
+        return np.asarray(0.5 ** ((at - at.min()) / self.last))
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ class _Goodput:
 
     value: float = 0.0
 
-    def follow(self, gained: int, computed: int) -> None:
+    def follow(self, gained: float, computed: int) -> None:
         self.value += RATE * (gained / (READING_ROWS + computed) - self.value)
 
 
@@ -131,17 +138,19 @@ def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: _Goodpu
     begun, spent = len(running), 0.0
     while running:
         part = sum(len(running) <= begun * share for share in (0.5, 0.25))
-        drafts, gained = _drafts(running, plan, goodput.value), 0
-        for one, draft in zip(running, drafts, strict=True):
+        weights = plan.weights(running)
+        drafts, gained, counted = _drafts(running, plan, goodput.value, weights), 0, 0.0
+        for one, draft, weight in zip(running, drafts, weights, strict=True):
             right = int(accepted_nodes(draft, one.text[one.at :]).sum())
             fresh = one.text[one.at : one.at + right + 1]
             one.sample.extend(fresh)
             one.at += len(fresh)
             gained += len(fresh)
+            counted += weight * len(fresh)
             if one.at == len(one.text):
                 one.sample.close()
         nodes = sum(map(len, drafts))
-        goodput.follow(gained, len(running) + nodes)
+        goodput.follow(counted, len(running) + nodes)
         counts.tokens[part] += gained
         took = float(milliseconds(len(running) + nodes))
         counts.steps[part] += len(running)
@@ -152,15 +161,18 @@ def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: _Goodpu
     counts.batches.append(spent)
 
 
-def _drafts(running: Sequence[_Running], plan: Plan, goodput: float) -> list[Draft]:
-    least = LEAST if plan.chain else 0.0
-    if plan.cut == "followed":
-        least = max(least, goodput)
-    drafts = [one.sample.draft(plan.budget, least, chain=plan.chain, actual=one.text[one.at :]) for one in running]
+def _drafts(running: Sequence[_Running], plan: Plan, goodput: float, weights: NDArray[np.float64]) -> list[Draft]:
+    floor = LEAST if plan.chain else 0.0
+    leasts = [max(floor, goodput / weight) if plan.cut == "followed" else floor for weight in weights]
+    drafts = [
+        one.sample.draft(plan.budget, least, chain=plan.chain, actual=one.text[one.at :])
+        for one, least in zip(running, leasts, strict=True)
+    ]
     if plan.cut != "chosen":
         return drafts
     chances = [draft.probabilities.tolist() for draft in drafts]
-    counts = allocate_budget(chances, len(running), lambda nodes: milliseconds(len(running) + nodes))
+    counted = [(weight * draft.probabilities).tolist() for weight, draft in zip(weights, drafts, strict=True)]
+    counts = allocate_budget(counted, weights.sum(), lambda nodes: milliseconds(len(running) + nodes))
     return [part_of(*cut) for cut in zip(drafts, map(best_nodes, chances, counts), strict=True)]
 
 

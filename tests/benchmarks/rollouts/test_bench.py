@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,10 @@ def replayed(recorded: Rollouts, drafter: Contender | None, plan: Plan, drifts: 
 
 
 TEXTS = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), min_size=1, max_size=3)
-PLANS = [Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, cut="chosen")]
+PLANS = [
+    Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, chain=True, cut="followed", last=2), Plan(4, cut="chosen"),
+    Plan(4, cut="chosen", last=2),
+]  # fmt: skip
 
 
 @given(TEXTS, st.sampled_from(PLANS), st.sampled_from([Cached, partial(Cached, 1), Lookup, Oracle]), st.booleans())
@@ -61,6 +66,15 @@ def test_the_same_text_again_is_drafted_whole_and_the_oracle_knows_where_it_goes
     first, second = replayed(rollouts(text), Cached(), Plan(16))
     assert first.tokens_per_step < second.tokens_per_step == len(text)
     assert [one.steps.total() for one in replayed(rollouts(text), Oracle(), Plan(4))] == [9, 2]
+
+
+@pytest.mark.parametrize("plan", [Plan(16, chain=True, cut="followed"), Plan(16, cut="chosen")])
+def test_a_sample_ahead_of_the_slowest_is_drafted_less(plan: Plan) -> None:
+    known, new = list(range(3, 35)), [np.arange(100 * epoch, 100 * epoch + 32, dtype=np.int32) for epoch in (1, 2)]
+    samples = [np.array(known, dtype=np.int32), new[0], np.array(known, dtype=np.int32), new[1]]
+    recorded = Rollouts("p", np.array([1, 2], dtype=np.int32), {1.0: samples})
+    alike, slowest = (replayed(recorded, Cached(), replace(plan, last=last))[1] for last in (math.inf, 2))
+    assert slowest.nodes < alike.nodes and slowest.steps[0] > alike.steps[0]  # together for longer
 
 
 def test_recording_then_replaying(tiny_model: Path, tmp_path: Path) -> None:
