@@ -83,18 +83,17 @@ class PassageSpeculator:
         """Follow requests (`NewRequestData`) that a step begins or resumes."""
         if self._retriever is None or not new_requests:
             return
-        held = self.req_states.req_id_to_index
-        rows = [held.get(new.req_id, self.max_num_reqs) for new in new_requests]
-        self._passages.index_fill_(0, self._to_device(torch.tensor(rows)), NO_TOKEN)
-        for new, row in zip(new_requests, rows, strict=True):
+        for new in new_requests:
             self._end(new.req_id)
+            row = self.req_states.req_id_to_index.get(new.req_id, self.max_num_reqs)
+            place = self._passages[row : row + 1].fill_(NO_TOKEN)
             prompt, text = new.prompt_token_ids, new.prefill_token_ids
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 whole, info = np.array(text, dtype=np.int32), request_info(new, self.seeded)
-                start, output = np.split(whole, [len(prompt)])  # the latter from before it was preempted
-                request = self._retriever.begin(start, info, Row(row, self._passages[row : row + 1]), output)
+                start, output = whole[: len(prompt)], whole[len(prompt) :]  # the latter from before it was preempted
+                request = self._retriever.begin(start, info, Row(row, place), output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
