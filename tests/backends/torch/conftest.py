@@ -415,21 +415,25 @@ def plain_rule(
         scores[order[before >= sampling.top_p]] = -np.inf
     position = len(prompt) + len(answer)
     seed = sampling.seed or 0
-    return scores + np.array([plain_gumbel(seed, position, token, choice) for token in range(len(scores))])
+    return scores + plain_gumbel(seed, position, np.arange(len(scores), dtype=np.uint64), choice)
 
 
-def _splitmix(word: int) -> int:
-    word %= 2**64
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+WORD = 2**64 - 1
+
+
+def _splitmix(word: Any) -> Any:
+    """Of an integer below 2^64, or of an array of them."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
     return word ^ (word >> 31)
 
 
-def plain_gumbel(seed: int, position: int, token: int, choice: int = 0) -> float:
+def plain_gumbel(seed: int, position: int, tokens: np.ndarray, choice: int = 0) -> np.ndarray:
     golden = 0x9E3779B97F4A7C15
-    key = _splitmix(_splitmix(_splitmix(seed + golden) ^ choice) + golden * (position + 1))
-    bits = _splitmix(token * golden + key) >> 32
-    return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-25)))
+    key = _splitmix(_splitmix(seed + golden & WORD) ^ choice)
+    key = _splitmix(key + golden * (position + 1) & WORD)
+    bits = _splitmix(tokens * golden + key) >> 32
+    return -np.log(-np.log1p(-np.minimum((bits + 0.5) / 2**32, 1 - 2**-25)))
 
 
 @functools.cache

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
@@ -68,22 +67,3 @@ async def test_drafts_taken_on_trust_are_found(backend: TorchBackend, monkeypatc
         assert (off[worst.position], on[worst.position]) == (worst.off, worst.on)
         assert worst.gap_apart == pytest.approx(worst.gap_together, abs=1e-4)
         assert worst.gap_apart > 0, "without drafts the better token was taken"
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.model
-async def test_prompts_of_the_default_model(count: int) -> None:
-    from agentspec.recordings.prompt_sets import load_prompts
-
-    with SuffixCache.open() as cache:
-        backend = TorchBackend.load(TorchSettings(model="smollm2-135m"), cache=cache)
-        pairs = zip(load_prompts("edit_short"), load_prompts("control"), strict=False)
-        prompts = [text for pair in pairs for text in pair]
-        encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-        ways = (SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, max_tokens=6, seed=1))
-        questions = [ExactnessCase(prompt, ways[number // 2 % 2]) for number, prompt in enumerate(encoded[:count])]
-        found = await check_exactness(backend, questions, lambda line: None)
-        await backend.aclose()
-    print(f"{len(found.divergences)} divergences:", *found.divergences, sep="\n")
-    assert backend.target.dtype == torch.float32
-    assert found.exact

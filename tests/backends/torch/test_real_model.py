@@ -12,8 +12,10 @@ import torch
 from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
+from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
 from agentspec.backends.torch.model.layers import PackedLinear
 from agentspec.cache import SuffixCache
+from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.model]
@@ -41,6 +43,16 @@ async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> N
     short = SamplingParams(temperature=0.0, max_tokens=40)
     text, last = await answer(backend, "What is the capital of France? Answer in one sentence.", short)
     assert "Paris" in text and last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.long)])
+async def test_answers_are_those_without_speculation(backend: TorchBackend, count: int) -> None:
+    pairs = zip(load_prompts("edit_short"), load_prompts("control"), strict=False)
+    prompts = [backend.encode_chat([{"role": "user", "content": text}]) for pair in pairs for text in pair]
+    ways = (SamplingParams(temperature=0.0, max_tokens=6), SamplingParams(temperature=0.8, max_tokens=6, seed=1))
+    questions = [ExactnessCase(prompt, ways[number // 2 % 2]) for number, prompt in enumerate(prompts[:count])]
+    found = await check_exactness(backend, questions, lambda line: None)
+    assert found.exact, found.divergences
 
 
 PERSON = {

@@ -63,7 +63,11 @@ def small_models(lab: Any) -> dict[str, DraftModel]:
     }
 
 
-@pytest.fixture(params=["cache", "prediction", "close", "another family"])
+SLOW = pytest.mark.slow
+OTHERS = ("cache", "prediction", "another family")
+
+
+@pytest.fixture(params=["close", *OTHERS])
 def drafting(request: pytest.FixtureRequest, small_models: dict[str, DraftModel]) -> tuple[str, DraftModel | None]:
     """What drafts: the cache, also a prediction, and also a draft model."""
     return request.param, small_models.get(request.param)
@@ -95,6 +99,7 @@ def partly_knowing(whole: list[int]) -> Any:
     return cache
 
 
+@pytest.mark.parametrize("drafting", ["close", *(pytest.param(name, marks=SLOW) for name in OTHERS)], indirect=True)
 @pytest.mark.parametrize("seeds", [60, pytest.param(400, marks=pytest.mark.long)])
 def test_over_many_seeds_answers_have_the_targets_distribution(lab: Any, drafting: Any, seeds: int, slow: Any) -> None:
     """Two tokens, four candidates each: the joint frequencies are the probabilities, by Pearson's test at 1e-4."""

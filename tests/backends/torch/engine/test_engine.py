@@ -95,7 +95,7 @@ async def test_cancelling_frees_a_waiting_and_an_active_slot(lab: Any, backend_o
 
 
 @costly
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=6))
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=6))
 async def test_answers_wait_for_their_memory_and_are_whole(lab: Any, shapes: list[tuple[int, int, int]]) -> None:
     """Room for two or three at once, some of which are cut off by their reader."""
     backend = TorchBackend(lab.loaded, TorchSettings(kv_bytes=SLOT_BYTES * 260, max_active=4))

@@ -95,7 +95,7 @@ ERRORS = [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory"), 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_an_error_in_any_call_fails_requests_but_never_the_engine(
     lab: Any, faults: Faults, error: Exception, every: int

@@ -11,7 +11,7 @@ import torch
 
 from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.types import SamplingParams
-from tests.backends.torch.conftest import Ask, tree_of
+from tests.backends.torch.conftest import tree_of
 
 PROMPT = list(b"Once upon a time")
 PLAIN = SamplingParams(temperature=1.0, seed=3, logit_bias={256: -100.0, 257: -100.0, 258: -100.0})
@@ -25,24 +25,6 @@ def knowing(whole: list[int], size: int = 5) -> Any:
         return tree_of(rest, range(-1, len(rest) - 1))
 
     return script
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_stop_strings_end_the_answer_at_any_position_of_a_draft(lab: Any, size: int) -> None:
-    letters = {lab.tokenizer.encode(chr(code))[0] for code in range(32, 127)}
-    ascii_only = {token: -100.0 for token in range(259) if token not in letters}
-    params: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logit_bias": ascii_only}
-    tokens = lab.oracle(PROMPT, SamplingParams(**params))
-    text = lab.tokenizer.decode(tokens)
-    script = knowing([*PROMPT, *tokens], size)
-    stops = {text[start : start + length] for start in range(len(text)) for length in (1, 2, 4)}
-    asks = [Ask(PROMPT, SamplingParams(**params, stop=(stop, "\n never")), script) for stop in sorted(stops)]
-    for ask, outcome in zip(asks, lab.run_batch(asks), strict=True):
-        stop, _ = ask.sampling.stop
-        end = text.index(stop) + len(stop)
-        assert outcome.text == text[: text.index(stop)]
-        assert outcome.finish == "stop"
-        assert outcome.tokens == tokens[:end]  # one byte, one token: nothing past the stop string
 
 
 def test_logprobs_are_of_the_raw_distribution(family: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,6 @@ from agentspec.backends.torch.grammars.grammar import (
     CompiledGrammar,
     GrammarCompiler,
     GrammarMatcher,
-    is_large,
 )
 from agentspec.errors import EngineError, InvalidRequestError, OverloadedError, ShuttingDownError
 
@@ -55,20 +52,6 @@ def chain(count: int, kind: str = "r") -> str:
 LARGE = chain(1500)  # is tried out first
 
 
-def test_the_mask_allows_the_matches_of_a_regular_expression(shared: GrammarCompiler, byte_tokens: Any) -> None:
-    constraint, written = shared.compile("start: /[ab]{1,2}c?/", param="p").start(), ""
-    for character in "abc":
-        mask = constraint.mask()
-        for other in "abcd":
-            token = ids(byte_tokens, other)[0]
-            longer = [written + other + rest for rest in ("", "a", "b", "c", "ac", "bc")]
-            assert bool(mask[token]) == constraint.allows(token) == any(re.fullmatch("[ab]{1,2}c?", t) for t in longer)
-        assert bool(mask[END]) == constraint.allows(END) == (re.fullmatch("[ab]{1,2}c?", written) is not None)
-        constraint.advance(ids(byte_tokens, character)[0])
-        written += character
-    assert np.flatnonzero(constraint.mask().numpy()).tolist() == [END] == constraint.forced()
-
-
 def admitted_one_by_one(grammar: CompiledGrammar, tokens: list[int], parents: list[int]) -> list[int]:
     """The nodes whose whole path a fresh state follows."""
     admitted = []
@@ -97,29 +80,6 @@ def test_a_tree_is_cut_to_the_paths_that_are_allowed_alone(
     state = grammar.start()
     for _ in range(2):  # the state does not move
         assert state.admitted(tokens, parents) == admitted_one_by_one(grammar, tokens, parents)
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        (chain(30_000), "stack"),
-        (chain(40_000, "R"), "stack"),
-        (
-            "start: T\nT: " + " & ".join(f"/(.*a.{{{count}}})/" for count in range(1, 30)),
-            "seconds|memory|too many ways",
-        ),
-        ("start: /((a{999}){999}){999}/", "memory|too many ways"),
-    ],
-    ids=["rules", "terminals", "expressions", "counts"],  # pytest puts a test's name into the environment
-)
-def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_taken(
-    grammars: GrammarCompiler, byte_tokens: Any, source: str, says: str
-) -> None:
-    assert is_large(source)
-    with pytest.raises(InvalidRequestError, match=says) as caught:
-        grammars.compile(source, param="p")
-    assert caught.value.param == "p"
-    assert grammars.compile(LARGE, param="p").start().allows(ids(byte_tokens, "a")[0])
 
 
 def run_instead(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
-import random
-from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,42 +39,6 @@ def test_exactly_the_targets_tokens_are_emitted_for_any_tree(
         assert not any(
             p == (path[-1] if path else -1) and t == emitted[-1] for t, p in zip(tokens, parents, strict=True)
         )
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parents"), [([], []), ([0], [-1]), ([0, 1], [-1, 0]), ([0, 1, 2, 0], [-1, -1, 0, 1])]
-)
-def test_the_joint_law_of_two_tokens_is_the_targets(tokens: Sequence[int], parents: Sequence[int]) -> None:
-    """Enumerated: independent draws give the product law with and without a tree, within sampling error."""
-    rng = random.Random(0)
-    law = np.array(
-        [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.2, 0.2, 0.6]]
-    )  # by previous token; 3 = none
-    bounds = law.cumsum(1)[:, :2].tolist()  # of a number below 1, in the order of the tokens
-    counts: Counter[tuple[int, int]] = Counter()
-    draws = 40_000
-    for _ in range(draws):
-        counts[two_tokens(tokens, parents, bounds, rng)] += 1
-    expected = {(a, b): law[3][a] * law[a][b] for a in range(3) for b in range(3)}
-    assert sum(abs(counts[pair] / draws - p) for pair, p in expected.items()) / 2 < 0.01
-
-
-def two_tokens(
-    tokens: Sequence[int], parents: Sequence[int], bounds: Sequence[Sequence[float]], rng: random.Random
-) -> tuple[int, int]:
-    text: list[int] = []
-
-    def emit(token: int, row: int) -> bool:
-        text.append(token)
-        return len(text) >= 2
-
-    def choose(row: int) -> int:
-        return bisect.bisect(bounds[text[-1] if text else 3], rng.random())
-
-    while len(text) < 2:
-        rest = (tokens, parents) if not text else ((), ())
-        accept_path(*rest, choose, emit)
-    return text[0], text[1]
 
 
 @given(st.lists(st.tuples(st.integers(-3, 12), st.floats(0, 1)), max_size=20), st.integers(0, 20), st.data())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from agentspec.backends.torch.engine.speculator import accept_path
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.sampling.constraints import ConstraintSpec
 from agentspec.backends.torch.sampling.distribution import (
-    Penalties,
     apply_top_k_top_p,
     gumbel_noise,
     gumbel_of,
@@ -124,17 +122,6 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
     assert draw(sampler(3, temperature=1e-8, seed=0), [1.0, 3.0, 2.0]) == 1
 
 
-def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
-    subject = Penalties(params, 4, [0], CPU)
-    subject.observe(1)
-    subject.observe(1)
-    scores = subject.apply(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])
-    assert scores[0].tolist() == pytest.approx([1.0, 2.0 - 0.5 - 0.5, 1.0, -1.0])
-    subject.observe(3)
-    assert subject.apply(torch.tensor([[2.0, 4.0, 1.0, -1.0]]), [()])[0, 3] == pytest.approx(-2.0 - 0.75)
-
-
 @st.composite
 def requests(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
     """Sampling options, most of them off most of the time."""
@@ -212,24 +199,6 @@ def test_drawing_ahead_under_constraints_equals_drawing_row_by_row(
         return said
 
     assert answer(ahead=True) == answer(ahead=False)
-
-
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"min_p": 0.1, "top_k": 5},
-    {"temperature": 0.0, "frequency_penalty": 0.5}, {"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}},
-]  # fmt: skip
-
-
-def test_a_round_of_many_answers_waits_once_for_the_device(waits: Any) -> None:
-    subjects = [Sampler(SamplingParams(**params, seed=1), 64, [1, 2], CPU, ahead=True) for params in MIXED]
-    logits, tokens, parents = torch.randn(8, 64), [3, 4, 5, 3, 4, 5, 3], [-1, 0, 1, -1, 3, -1, 5]
-    with waits(seen := Counter[str]()):
-        for subject in subjects:
-            subject.begin(logits, tokens, parents)
-        fetch(subjects)
-        for subject in subjects:
-            accept_path(tokens, parents, subject.choose, lambda token, row, s=subject: s.observe(token))
-    assert seen == {"tolist": 1}
 
 
 def kept(scores: torch.Tensor, **params: Any) -> list[int]:

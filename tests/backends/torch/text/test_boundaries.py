@@ -20,7 +20,7 @@ from agentspec.types import DEFAULT_TENANT, GenerateRequest, SamplingParams, Str
 from tests.backends.torch.conftest import Ask, tree_of
 
 END, TOGETHER, LENGTH = 256, 16, 20
-CUT_CASES = [25, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
+CUT_CASES = [60, pytest.param(1500, marks=pytest.mark.long)]  # of each of three kinds
 FORM_CASES = [8, pytest.param(100, marks=pytest.mark.long)]  # of each form
 FIRST, VISIBLE = 33, 94  # tokens 0 to 93 are the visible characters from "!" on
 READABLE = dict.fromkeys(range(VISIBLE, 259), -100.0)

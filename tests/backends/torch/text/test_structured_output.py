@@ -12,7 +12,7 @@ from agentspec.backends.torch.sampling.constraints import ThinkingLimit
 from agentspec.backends.torch.text.structured_output import StructuredOutput, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.errors import InvalidRequestError
-from agentspec.types import DEFAULT_TENANT, Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
 from tests.backends.torch.conftest import byte_tokenizer
 
 END = 256
@@ -187,24 +187,6 @@ def test_gemmas_thoughts_are_split_off_and_come_before_a_form(marked: bool) -> N
         deltas = [reader.parse(Delta(text=piece)) for piece in pieces] + [reader.parse(Delta(finish_reason="stop"))]
         assert "".join(delta.extra.get("reasoning", "") for delta in deltas) == "hm"
         assert "".join(delta.text for delta in deltas) == "Yes. " and deltas[-1].finish_reason == "tool_calls"
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"regex": "("},
-        {"grammar": "root ::= ("},
-        {"grammar": "start: nothing"},
-        {"json": False},
-        {"json": {"type": "x"}},
-    ],
-)
-def test_forms_that_cannot_be_are_refused(forms: StructuredOutputBuilder, form: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        source = forms.build(ask(StructuredOutputs(**form)), "x").source
-        assert source is not None
-        forms.compile(DEFAULT_TENANT, source)
-    assert caught.value.param == "structured_outputs"
 
 
 def test_thoughts_come_before_the_form(thinking: StructuredOutputBuilder, byte_tokens: Any) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentspec.backends.torch.grammars.grammar import GrammarCompiler
 from agentspec.backends.torch.text.structured_output import OutputParserSpec
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.backends.torch.text.tool_parser import FORMATS, format_of
-from agentspec.types import Delta
+from agentspec.protocol.tools import whole_arguments
+from agentspec.types import Delta, FinishReason
 from tests.backends.torch.conftest import byte_tokenizer
 
 PARAMETERS: dict[str, Any] = {
@@ -178,37 +179,67 @@ GIVEN = st.fixed_dictionaries(
 CALLS = st.lists(st.tuples(st.sampled_from(["write", "run-it"]), GIVEN), min_size=1, max_size=2)
 
 
-def read(template: str, pieces: list[str]) -> tuple[str, str, Calls]:
-    """Thoughts, text and calls, put together as a client does."""
+def received(template: str, pieces: list[str], end: FinishReason = "stop") -> tuple[str, str, list[list[str]], str]:
+    """Thoughts, text, calls with the text of their arguments, and the reason, put together as a client does."""
     schemas = {**SCHEMAS, "run_it": PARAMETERS}
     parser = OutputParserSpec(format=format_of(template), schemas=schemas).parser()
     thoughts, text, calls = "", "", list[list[str]]()
     for at, piece in enumerate([*pieces, ""]):
-        delta = parser.parse(Delta(text=piece, finish_reason="stop" if at == len(pieces) else None))
+        delta = parser.parse(Delta(text=piece, finish_reason=end if at == len(pieces) else None))
         thoughts, text = thoughts + delta.extra.get("reasoning", ""), text + delta.text
         for part in delta.extra.get("tool_calls", ()):
             if "id" in part:
                 assert part["index"] == len(calls)
                 calls.append([part["function"]["name"], ""])
             calls[part["index"]][1] += part["function"]["arguments"]
-    assert delta.finish_reason == ("tool_calls" if calls else "stop")
-    return thoughts, text, [(name.replace("run_it", "run-it"), json.loads(given)) for name, given in calls]
+    return (
+        thoughts,
+        text,
+        [[name.replace("run_it", "run-it"), given] for name, given in calls],
+        str(delta.finish_reason),
+    )
+
+
+def read(template: str, pieces: list[str]) -> tuple[str, str, Calls]:
+    """Thoughts, text and calls of an answer that ended by itself."""
+    thoughts, text, calls, reason = received(template, pieces)
+    assert reason == ("tool_calls" if calls else "stop")
+    return thoughts, text, [(name, json.loads(given)) for name, given in calls]
 
 
 def cuts(answer: str) -> list[list[str]]:
     return [[answer], list(answer), *([answer[:at], answer[at:]] for at in range(1, len(answer)))]
 
 
+SAID: list[Calls] = [
+    [("write", {"text": "<tool_call>\n<b>a</b>\n", "count": 3})],
+    [("run-it", {}), ("write", {"text": "{\"a\": 'é'}, [x(y=1)] \\n", "on": True})],
+    [("write", {"text": " <|end|></parameter>", "inner": {"k": [1, None, "😀"]}, "share": -0.5})],
+]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_read_in_any_two_pieces_and_an_answer_cut_short_holds_no_other(name: str) -> None:
+    """Of a call that was cut the arguments are no object, so that nobody runs it."""
+    template, write = WRITTEN[name]
+    for calls in SAID:
+        answer = write(calls)
+        for pieces in cuts(answer):
+            assert read(template, pieces) == ("", "", calls), pieces
+        for at in range(1, len(answer)):
+            _, _, found, reason = received(template, [answer[:at]], "length")
+            whole = [(name, given) for name, said in found if (given := whole_arguments(said, "length")) is not None]
+            assert whole == calls[: len(whole)] and reason == "length", answer[:at]
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 @settings(max_examples=8)
-@given(calls=CALLS)
-@example(calls=[("write", {"text": "<tool_call>\n<b>a</b>\n", "count": 3})])
-@example(calls=[("run-it", {}), ("write", {"text": "{\"a\": 'é'}, [x(y=1)] \\n", "on": True})])
-@example(calls=[("write", {"text": " <|end|></parameter>", "inner": {"k": [1, None, "😀"]}, "share": -0.5})])
-def test_calls_with_any_arguments_are_read_at_every_cut(name: str, calls: Calls) -> None:
+@given(calls=CALLS, at=st.integers(0, 1000))
+def test_calls_with_any_arguments_are_read_however_they_are_cut(name: str, calls: Calls, at: int) -> None:
     template, write = WRITTEN[name]
     answer = write(calls)
-    for pieces in cuts(answer):
+    at %= len(answer)
+    for pieces in ([answer], list(answer), [answer[:at], answer[at:]]):
         assert read(template, pieces) == ("", "", calls), pieces
 
 
