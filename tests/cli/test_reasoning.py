@@ -20,6 +20,7 @@ from tests.proxy.conftest import run_gateway
 from tests.thinking_model import ThinkingModel
 
 KNOWN = Capabilities(continue_final=True, logprobs=True)
+NOBODY = "http://127.0.0.1:9"
 PROBLEMS = [{"problem": "2+2?", "answer": "4"}, {"problem": "2+3?", "solution": "So \\boxed{5}."}]
 
 
@@ -45,11 +46,16 @@ def pair(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Solver]]]:
     """A configuration of a base model and a small one behind servers, and the two."""
     models = {name: Solver(name) for name in ("base", "small")}
     with run_gateway({"m": models["base"]}) as one, run_gateway({"m": models["small"]}) as other:
-        path, text = tmp_path / "pair.toml", ""
-        for name, running in (("base", one), ("small", other)):
-            text += f'[backends.{name}]\nkind = "openai"\nbase_url = "{running.url}/v1"\nmodel = "m"\n'
-        path.write_text(text + '[models.fast]\nstrategy = "specreason"\nbase = "base"\nsmall = "small"\n')
-        yield path, models
+        yield configured(tmp_path, one.url, other.url), models
+
+
+def configured(folder: Path, base: str, small: str) -> Path:
+    """A configuration with a base model and a small one at these addresses."""
+    path, text = folder / "pair.toml", ""
+    for name, url in (("base", base), ("small", small)):
+        text += f'[backends.{name}]\nkind = "openai"\nbase_url = "{url}/v1"\nmodel = "m"\n'
+    path.write_text(text + '[models.fast]\nstrategy = "specreason"\nbase = "base"\nsmall = "small"\n')
+    return path
 
 
 @pytest.fixture
@@ -105,12 +111,11 @@ def test_ctrl_c_reports_the_answers_so_far(program: Program, pair: Any, problems
     ],
 )
 def test_bad_problems_and_options_are_refused_before_a_model_is_asked(
-    program: Program, pair: Any, problems: Path, line: Any, given: tuple[str, ...], message: str
+    program: Program, tmp_path: Path, problems: Path, line: Any, given: tuple[str, ...], message: str
 ) -> None:
     problems.write_text("" if line is None else json.dumps(line))
-    done = program("reasoning", "eval", problems, "-c", pair[0], *given)
+    done = program("reasoning", "eval", problems, "-c", configured(tmp_path, NOBODY, NOBODY), *given)
     assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
-    assert not pair[1]["base"].requests
 
 
 GPQA = {"Question": "Q", "Correct Answer": " red", "Incorrect Answer 1": "blue", "Incorrect Answer 2": "green\n"}
