@@ -53,22 +53,9 @@ def client(served: Any) -> Iterator[httpx.Client]:
 
 
 HOSTILE = {
-    "deep-array": b'{"model": "local", "messages": ' + b"[" * 1000 + b"]" * 1000 + b"}",
-    "deep-object": b'{"model": "local", "messages": [' + b'{"a":' * 1000 + b"1" + b"}" * 1000 + b"]}",
-    "deeper-than-the-stack": b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
     "brackets": b"[" * 1_000_000,
-    "duplicate": b'{"model": "local", "model": "up", "messages": []}',
-    "many-keys-twice": b'{"model":"local",' + b",".join(b'"k%d":1' % (key % 39_999) for key in range(40_000)) + b"}",
-    "nan": b'{"model": "local", "temperature": NaN, "messages": []}',
-    "infinite": b'{"model": "local", "temperature": 1e400, "messages": []}',
-    "long-number": b'{"model": "local", "seed": ' + b"9" * 100_000 + b', "messages": []}',
-    "not-utf8": b'{"model": "local", "messages": [{"role": "user", "content": "\xff"}]}',
-    "surrogate": b'{"model": "up", "messages": [{"role": "user", "content": "\\ud800"}]}',
-    "surrogate-key": b'{"model": "up", "\\ud800": 1}',
     "surrogate-in-a-tool": b'{"model": "local", "messages": [{"role": "user", "content": "x"}], "tools": '
     b'[{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}',
-    "byte-order-mark": b'\xef\xbb\xbf{"model": "local", "messages": []}',
-    "trailing": b'{"model": "local", "messages": []} {"model": "up"}',
     "many-lists": b'{"model": "up", "x": [' + b"[]," * 100_000 + b"0]}",
     "many-calls": b'{"model": "local", "messages": [{"role": "assistant", "tool_calls": [' + b"1," * 100_000 + b"1]}]}",
     "many-parts": b'{"model": "local", "messages": [{"role": "user", "content": [' + b"1," * 100_000 + b"1]}]}",
