@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations, product
 from typing import Any
@@ -83,6 +84,7 @@ def possible(case: dict[str, Any]) -> bool:
 
 Part = tuple[tuple[str, Any], ...]
 WANTED = [*combinations(list(AXES)[:5], 3), *combinations(AXES, 2)]
+OF_AXIS = {name: [names for names in WANTED if name in names] for name in AXES}
 
 
 def cases() -> list[Case]:
@@ -104,12 +106,13 @@ def _grown(case: dict[str, Any], missing: dict[Part, None], draw: random.Random)
     for name in draw.sample(list(AXES), len(AXES)):
         if name not in case:
             options = [option for value in AXES[name] if possible(option := case | {name: value})]
-            case = max(options, key=lambda option: (len(_covered(option, missing)), draw.random()))
+            wanted = OF_AXIS[name]  # what else is covered is the same in all options
+            case = max(options, key=lambda option: (len(_covered(option, missing, wanted)), draw.random()))
     return case
 
 
-def _covered(case: dict[str, Any], missing: dict[Part, None]) -> list[Part]:
-    parts = (tuple((name, case[name]) for name in names) for names in WANTED if all(name in case for name in names))
+def _covered(case: dict[str, Any], missing: dict[Part, None], wanted: Sequence[tuple[str, ...]] = WANTED) -> list[Part]:
+    parts = (tuple((name, case[name]) for name in names) for names in wanted if all(name in case for name in names))
     return [part for part in parts if part in missing]
 
 
