@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+import uvicorn.server
 
 from agentspec.backends.base import Backend
 from agentspec.backends.openai import OpenAIBackend
@@ -26,6 +29,14 @@ from agentspec.settings.load import Settings
 from agentspec.settings.server import ServerSettings
 
 COMPLETIONS = "/v1/chat/completions"
+
+
+async def _short_sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds / 10)
+
+
+# Ten times as often as uvicorn does, a gateway of a test looks whether it is to end: most live shorter than it waits.
+uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": _short_sleep})  # type: ignore[assignment]
 
 
 @dataclass

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from agentspec.errors import ConfigurationError
 from agentspec.proxy import create_app
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
@@ -90,14 +89,6 @@ def test_a_probe_learns_no_more_than_whether_the_gateway_is_ready(keys: Any) -> 
         assert get(app, probe, *headers, path="/ready") == (503, f'{{"status":"{status}"}}')
     refused = get(app, HOST, key, ("content-type", "application/json"), path="/v1/chat/completions", method="POST")
     assert refused[0] == 503 and "not_ready" in refused[1]
-
-
-@pytest.mark.parametrize(("first", "second", "message"), [("", "b", "empty"), ("same", "same", "same API key")])
-def test_keys_that_say_nothing_or_two_things_are_refused(tmp_path: Path, first: str, second: str, message: str) -> None:
-    (tmp_path / "a").write_text(first)
-    (tmp_path / "b").write_text(second)
-    with pytest.raises(ConfigurationError, match=message):
-        app_of(api_keys=[ApiKey(tenant=tenant, key_file=tmp_path / tenant) for tenant in "ab"])
 
 
 def test_request_ids_are_echoed_only_if_harmless(gateway: Any) -> None:

@@ -1,4 +1,4 @@
-"""Agent frameworks pointed at the gateway, unmodified: LangChain here, others in an environment of their own."""
+"""Agent frameworks pointed at the gateway, unmodified, in an environment of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
-from agentspec.backends.settings import OpenAISettings
-from agentspec.settings.load import Settings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
 
@@ -21,35 +18,6 @@ PROGRAMS = Path(__file__).parent / "client_programs.py"
 ENVIRONMENT = Path(os.environ.get("AGENTSPEC_CLIENTS_ENV") or PROGRAMS.parents[2] / ".venv-clients")
 PYTHON = ENVIRONMENT / "bin" / "python"
 NAMES = "pydantic-ai, smolagents, llama-index and autogen"
-
-
-@pytest.fixture(params=["backend", "upstream"])
-def chat(gateway: Any, request: pytest.FixtureRequest) -> Any:
-    """On a gateway in front of a backend, and on one more gateway, to which that one is the upstream."""
-    langchain_openai = pytest.importorskip("langchain_openai")
-    running = gateway({"fake": FakeBackend("brave new wörld")})
-    if request.param == "upstream":
-        upstream: Any = OpenAISettings(base_url=f"{running.url}/v1")  # type: ignore[arg-type]
-        running = gateway({}, Settings(backends={"up": upstream}))
-    return langchain_openai.ChatOpenAI(
-        model="fake", base_url=f"{running.url}/v1", api_key=SecretStr("none"), max_retries=0, stream_usage=True
-    )
-
-
-def test_invoke(chat: Any) -> None:
-    answer = chat.invoke([("system", "be short"), ("human", "hi")])
-    assert answer.content == "brave new wörld"
-    assert answer.usage_metadata["input_tokens"] == 3 and answer.usage_metadata["output_tokens"] == 3
-    assert answer.response_metadata["model_name"] == "fake" and answer.response_metadata["finish_reason"] == "stop"
-
-
-def test_stream(chat: Any) -> None:
-    chunks = list(chat.stream("hi", stop=["nothing"], temperature=0.0, max_tokens=9, seed=3))
-    assert [chunk.content for chunk in chunks if chunk.content] == ["brave", " new", " wörld"]
-    total = chunks[0]
-    for chunk in chunks[1:]:
-        total += chunk
-    assert total.usage_metadata["total_tokens"] == 4
 
 
 def script(request: GenerateRequest) -> Any:

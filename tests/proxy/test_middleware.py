@@ -21,6 +21,7 @@ import pytest
 from agentspec import errors
 from agentspec.errors import EngineError
 from agentspec.proxy import logs
+from agentspec.settings.load import Settings
 from agentspec.testing import Answer, FakeBackend
 
 MODEL = "fake"
@@ -98,6 +99,19 @@ def test_unknown_names_make_no_labels(opened: Any) -> None:
         httpx.get(f"{opened.url}/v1/models/{name}")
         httpx.get(f"{opened.url}/{name}")
     assert "canary" not in httpx.get(f"{opened.url}/metrics").text
+
+
+def test_a_name_that_a_client_has_built_in_is_served(gateway: Any) -> None:
+    running = gateway(
+        {MODEL: FakeBackend("ok")}, Settings(backends={}, model_aliases={"gpt-5": MODEL, "claude-*": MODEL})
+    )
+    for name, path in (("gpt-5", "chat/completions"), ("claude-haiku-4-5", "messages")):
+        answer = httpx.post(f"{running.url}/v1/{path}", json={**BODY, "model": name, "max_tokens": 5}).json()
+        assert answer["model"] == name
+    assert running.metric("agentspec_requests_total", route="/v1/messages", model=MODEL, outcome="ok") == 1
+    listed = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == [MODEL, "gpt-5"]
+    assert httpx.get(f"{running.url}/v1/models/gpt-5").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -96,6 +96,11 @@ def test_the_rounds_of_an_answer_may_go_to_any_server_of_a_pool(gateway: Any, co
     assert one == other and answers[1]["speculation"]["strategy"] == "ralmspec"
 
 
+@pytest.fixture(scope="module")
+def reading(shared_gateway: Any, corpus: Path) -> Any:
+    return shared_gateway({"large": Reader()}, retrieving(corpus))
+
+
 REFUSED = {
     "presence_penalty": 1,
     "frequency_penalty": 1,
@@ -122,11 +127,8 @@ REFUSED = {
         ),
     ],
 )
-def test_fields_that_retrieval_cannot_honour_are_refused(
-    gateway: Any, corpus: Path, fields: dict[str, Any], param: str
-) -> None:
-    running = gateway({"large": Reader()}, retrieving(corpus))
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, **fields})
+def test_fields_that_retrieval_cannot_honour_are_refused(reading: Any, fields: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{reading.url}/v1/chat/completions", json={**BODY, **fields})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 

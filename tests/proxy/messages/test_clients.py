@@ -47,18 +47,6 @@ def scripted(gateway: Any, closing: Any) -> Any:
     return start
 
 
-def test_a_message(scripted: Any) -> None:
-    client, backend = scripted(Answer("Hi there.", usage=Usage(9, 3, cached_tokens=4)))
-    message = ask(client, system=[{"type": "text", "text": "Be brief."}], extra_body={"temperature": 0.5, "top_k": 4})
-    assert [block.model_dump(exclude_none=True) for block in message.content] == [{"type": "text", "text": "Hi there."}]
-    assert (message.stop_reason, message.model, message.role) == ("end_turn", "m", "assistant")
-    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (5, 4)
-    assert message._request_id
-    [request] = backend.requests
-    assert request.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.5, 4, 50)
-
-
 def test_thoughts_are_blocks_and_may_come_back(scripted: Any) -> None:
     thought = {"reasoning_content": "Hm.", "reasoning": "Hm."}
     client, backend = scripted(lambda request: Answer("Yes.", extra=thought))
