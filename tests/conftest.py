@@ -64,7 +64,7 @@ LONGEST = """
     tests/backends/torch/engine/test_batching.py tests/test_examples.py
     tests/reasoning/delegation/test_models.py tests/backends/torch/test_exactness.py
     tests/reliability/test_pool_chaos.py tests/cache/test_forget.py tests/backends/torch/model/graphs/test_recording.py
-    tests/cli/test_app.py tests/reasoning/retrieval/test_models.py
+    tests/cli/test_app.py
 """.split()
 
 
