@@ -64,7 +64,8 @@ LONGEST = """
     tests/backends/torch/engine/test_batching.py tests/test_examples.py
     tests/reasoning/delegation/test_models.py tests/backends/torch/test_exactness.py
     tests/reliability/test_pool_chaos.py tests/cache/test_forget.py tests/backends/torch/model/graphs/test_recording.py
-    tests/cli/test_app.py
+    tests/cli/test_app.py tests/matrix/test_matrix.py tests/test_docs.py tests/reliability/test_forms.py
+    tests/cli/test_cache_files.py
 """.split()
 
 
