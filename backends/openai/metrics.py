@@ -94,4 +94,4 @@ def parse_load(text: str) -> ServerLoad | None:
         elif name in tokens and (source := labels.get("source")) in _SOURCES:
             tokens[name][source] += max(0, int(value))
     counts = max(0, int(running)), max(0, int(waiting)), min(max(kv_use, 0.0), 1.0)
-    return ServerLoad(*counts, tokens[_DRAFTED], tokens[_ACCEPTED]) if found else None
+    return ServerLoad(*counts, *map(dict, tokens.values())) if found else None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Literal
 
 from agentspec.backends.openai.backend import OpenAIBackend
@@ -161,7 +162,7 @@ class PoolMember:
         self._others = max(0, load.running + load.waiting - self.in_flight) if load else 0
 
     def sample(self) -> MemberSample:
-        load = self.load
+        load = {} if self.load is None else asdict(self.load)
         return MemberSample(
             backend=self.group,
             member=self.name,
@@ -170,9 +171,5 @@ class PoolMember:
             calls=self.calls,
             retries=self.retries,
             failures=self.failures,
-            running=None if load is None else load.running,
-            waiting=None if load is None else load.waiting,
-            kv_use=None if load is None else load.kv_use,
-            drafted={} if load is None else load.drafted,
-            accepted={} if load is None else load.accepted,
+            **load,
         )

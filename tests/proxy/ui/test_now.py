@@ -137,11 +137,17 @@ def test_a_pools_server_with_our_plug_in_tells_which_drafts_were_accepted(
         backends={"up": OpenAISettings(base_url=server.url)}, models={"m": ModelSettings(backends=("up",))}
     )
     shares = set[float | None]()
-    for event in events(gateway({}, settings).url):
+    url = gateway({}, settings).url
+    for event in events(url):
         shares.add(event["now"]["acceptance"].get("cache"))
         if shares > {None} and next(readings) > 20:
             break
     assert shares == {None, 0.4}
+    [member] = httpx.get(f"{url}/fleet").json()["members"]
+    assert {name: list(member[name]) for name in ("drafted", "accepted")} == {
+        "drafted": ["cache"],
+        "accepted": ["cache"],
+    }
 
 
 def test_an_upstream_that_is_alone_is_ready_or_failing_by_its_last_call(
