@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 AGAIN = 3.0  # seconds until a gateway that does not answer is asked again
 _SILENT = 30.0  # seconds without an event
-_BARS = "▁▂▃▄▅▆▇█"
 _ADVICE = {
     401: f"set {KEY_VARIABLE} to an operator's key",
     403: f"{KEY_VARIABLE} must be an operator's key (role in server.api_keys)",
@@ -67,11 +66,9 @@ async def _watched(bases: Sequence[str], once: bool) -> dict[str, _Event]:
 
     async def follow(base: str) -> None:
         while True:
-            points: list[Any] = []
             async with aclosing(_events(base)) as events:
                 async for event in events:
-                    points = [*points, *event.get("points", ())][-event.get("most", 1) :]
-                    shown[base] = {**event, "points": points}
+                    shown[base] = event
                     if once:
                         return
                     live.update(_table(shown), refresh=True)
@@ -138,16 +135,7 @@ def _table(shown: Mapping[str, _Event]) -> Table:
     for source in dict.fromkeys(name for shares in accepted for name in shares):
         kept = (shares.get(source) for shares in accepted)
         table.add_row(f"accepted, {source}", *("-" if share is None else f"{share:.0%}" for share in kept))
-    table.add_row("tokens/s, 30 min", *(_bars(event.get("points", ())) for event in shown.values()))
     states = (Counter(str(one["state"]) for one in now.get("members", ())) for now in figures)
     table.add_row("upstreams", *(", ".join(f"{n} {state}" for state, n in one.items()) or "-" for one in states))
     table.add_row("", *(Text(event.get("error", ""), "red") for event in shown.values()))
     return table
-
-
-def _bars(points: Sequence[_Event], width: int = 30) -> str:
-    """The tokens per second of the history as blocks, each the most of some points."""
-    size = -(-len(points) // width) or 1
-    most = [max(one["tokens"] for one in points[at : at + size]) for at in range(0, len(points), size)]
-    top = max(most, default=0) or 1
-    return "".join(_BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] for value in most)

@@ -23,7 +23,6 @@ async function call(path, { method = "GET", body, headers = {}, signal } = {}) {
 
 export const getJson = async (path, options) => (await call(path, options)).json();
 export const getText = async (path, options) => (await call(path, options)).text();
-export const sendJson = async (method, path, body, options) => (await call(path, { ...options, method, body })).json();
 
 // The JSON of each event of a stream, as it comes; a body is posted.
 export async function* events(path, options = {}) {

@@ -2,7 +2,13 @@
 
 import { getJson, key } from "./api.js";
 import { h } from "./dom.js";
-import { views } from "./views.js";
+import * as cache from "./views/cache.js";
+import * as now from "./views/now.js";
+import * as playground from "./views/playground.js";
+import * as runs from "./views/runs.js";
+import * as workflows from "./views/workflows.js";
+
+const views = { playground, now, workflows, runs, cache }; // in the order of the navigation
 
 const main = document.querySelector("main");
 const nav = document.querySelector("nav");

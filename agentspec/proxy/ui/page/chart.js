@@ -12,14 +12,14 @@ export function chart(title, read, write) {
   const range = h("span", { class: "muted" });
   const draw = (points, most) => {
     const values = points.map(read);
-    const known = values.filter((value) => value !== null && value !== undefined);
+    const known = values.filter((value) => value != null);
     const top = Math.max(...known, 0);
-    const shift = most - values.length;
+    const shift = most - values.length; // a value is a dash as wide as its time, or one alone would not be seen
     const steps = values.map((value, at) => {
-      if (value === null || value === undefined) return "";
-      const joined = at > 0 && values[at - 1] !== null && values[at - 1] !== undefined;
+      if (value == null) return "";
+      const joined = values[at - 1] != null;
       const y = top ? HEIGHT - 1 - (value / top) * (HEIGHT - 2) : HEIGHT - 1;
-      return `${joined ? "L" : "M"}${shift + at} ${y.toFixed(1)}h.01`;
+      return `${joined ? "L" : "M"}${shift + at} ${y.toFixed(1)}h1`;
     });
     picture.setAttribute("viewBox", `0 0 ${most} ${HEIGHT}`);
     path.setAttribute("d", steps.join(""));

@@ -7,12 +7,12 @@ export const svg = (tag, attributes, ...children) => fill(document.createElement
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (value === undefined || value === null || value === false) continue;
+    if (value == null || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name in element && typeof value !== "string") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
   return element;
 }
 
@@ -28,12 +28,12 @@ export const figure = (value, label) => h("div", { class: "figure" }, h("b", {},
 
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 export const count = (value) => number.format(value);
-export const percent = (share) => `${Math.round(100 * share)} %`;
-export const seconds = (value) => (value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`);
+export const percent = (share) => `${Math.round(100 * share)}\u00a0%`;
+export const seconds = (value) => (value < 1 ? `${Math.round(1000 * value)}\u00a0ms` : `${value.toFixed(value < 10 ? 2 : 1)}\u00a0s`);
 
 export function bytes(value) {
   const step = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
-  return `${number.format(value / 1024 ** step)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
+  return `${number.format(value / 1024 ** step)}\u00a0${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
 }
 
 // How long ago a time, in seconds since 1970, was.

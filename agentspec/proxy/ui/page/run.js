@@ -38,7 +38,7 @@ export function happenings(calls) {
       [`${at + 1}. writing`, "writing", first, ended, written ? `${count(written)} tokens` : ""],
     ];
     for (const [part, taken] of Object.entries(call.speculation?.seconds ?? {})) {
-      if (typeof taken === "number") rows.push([`${at + 1}. in it: ${part}`, "part", begun, begun + Math.min(taken, call.seconds), "in all"]);
+      if (typeof taken === "number") rows.push([`${at + 1}. in it: ${part}`, "part", begun, begun + Math.min(taken, call.seconds), ""]);
     }
     const next = calls[at + 1];
     if (next && next.at > call.at + call.seconds) {

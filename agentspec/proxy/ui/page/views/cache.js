@@ -1,10 +1,9 @@
 // What the token cache holds, and the deletion of it.
 
-import { getJson, sendJson } from "../api.js";
+import { getJson } from "../api.js";
 import { ago, bytes, count, h, percent, table } from "../dom.js";
 
 export const title = "Cache";
-export const needs = "";
 
 const share = (part, whole) => (whole ? percent(part / whole) : "–");
 
@@ -17,7 +16,7 @@ export async function show(main, { session, signal }) {
     if (!chosen) return;
     said.textContent = "Forgetting…";
     try {
-      const { forgotten, erasure_pending: pending } = await sendJson("POST", "/ui/data/cache/forget", chosen);
+      const { forgotten, erasure_pending: pending } = await getJson("/ui/data/cache/forget", { method: "POST", body: chosen });
       said.textContent = `Forgot ${count(forgotten)} cached answers.${pending ? " Their bytes are still being erased from the files." : ""}`;
       await load();
     } catch (error) {

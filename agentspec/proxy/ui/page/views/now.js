@@ -9,22 +9,21 @@ export const needs = "reads_metrics";
 
 const maybe = (write) => (value) => (value == null ? "–" : write(value));
 const FIGURES = [
-  ["requests/s", (now) => now.requests, count],
+  ["requests/s", (now) => now.requests, count, "charted"],
   ["failed/s", (now) => now.failed, count],
   ["running", (now) => now.running, count],
-  ["waiting", (now) => now.queued, count],
-  ["tokens/s", (now) => now.tokens, count],
-  ["tokens a step", (now) => now.tokens_per_step, (value) => value.toFixed(2)],
-  ["drafts accepted", (now) => now.acceptance.all, percent],
+  ["waiting", (now) => now.queued, count, "charted"],
+  ["tokens/s", (now) => now.tokens, count, "charted"],
+  ["tokens a step", (now) => now.tokens_per_step, (value) => value.toFixed(2), "charted"],
+  ["drafts accepted", (now) => now.acceptance.all, percent, "charted"],
   ["to the first token", (now) => now.first_token, seconds],
-  ["memory", (now) => now.memory, bytes],
+  ["memory", (now) => now.memory, bytes, "charted"],
   ["of it token index", (now) => now.index, bytes],
 ];
-const CHARTED = ["requests/s", "tokens/s", "tokens a step", "drafts accepted", "waiting", "memory"];
 const AGAIN = 3000; // milliseconds until a gateway that is gone is asked again
 
 export async function show(main, { signal }) {
-  const charts = FIGURES.filter(([label]) => CHARTED.includes(label)).map((one) => chart(...one));
+  const charts = FIGURES.filter((one) => one[3]).map((one) => chart(...one));
   const figures = h("div", { class: "row" });
   const sources = h("div", {});
   const servers = h("div", {});

@@ -1,6 +1,6 @@
 // One prompt, answered with speculation off and then on: side by side, each with its clock, and compared at the end.
 
-import { events, getJson, sendJson } from "../api.js";
+import { events, getJson } from "../api.js";
 import { count, figure, h, percent, seconds } from "../dom.js";
 import { Answer, legend } from "../tokens.js";
 
@@ -80,7 +80,7 @@ async function compare(asked, result, verdict, signal) {
   const sides = Object.fromEntries(Object.entries(MODES).map(([mode, text]) => [mode, new Side(text)]));
   result.replaceChildren(...Object.values(sides).map((side) => side.element));
   verdict.replaceChildren("Warming up with one token …");
-  await sendJson("POST", "/v1/chat/completions", { ...bodyOf(asked), max_tokens: 1 }, { signal, headers: headersOf("off") });
+  await getJson("/v1/chat/completions", { method: "POST", body: { ...bodyOf(asked), max_tokens: 1 }, signal, headers: headersOf("off") });
   for (const [mode, side] of Object.entries(sides)) {
     verdict.replaceChildren(`${MODES[mode]}: answering …`);
     await side.answer(asked, mode, signal);

@@ -4,15 +4,6 @@ import { getJson } from "../api.js";
 import { count, h, percent, seconds, table } from "../dom.js";
 
 export const title = "Workflows";
-export const needs = "";
-
-const SAVED =
-  "An estimate: for each answer the time that it took is compared with its tokens at the measured cost of one-token steps of the same engine"
-  + " (of a strategy: at its base model's own pace). The run without speculation did not happen. Below 0, time was lost.";
-const DELEGATED = "The share of the answers' tokens that a small model wrote and the strategy kept.";
-const EARLY = "Tools whose result was there before the model called them, as AgentSpecMiddleware reports.";
-
-const explained = (text, why) => h("abbr", { title: why, tabindex: "0" }, text);
 
 export async function show(main, { session, signal }) {
   const { rows } = await getJson("/ui/data/workflows", { signal });
@@ -20,14 +11,14 @@ export async function show(main, { session, signal }) {
   rows.sort((one, other) => other.model_seconds - one.model_seconds);
   const headings = [
     ...(several ? ["Tenant"] : []), "Workflow", "Step", "Calls", "Failed", "Time", "Prompt", "Tokens", "Tokens a step",
-    explained("Saved, estimated", SAVED), explained("Delegated", DELEGATED), explained("Early tools", EARLY),
+    "Saved, estimated", "Delegated", "Early tools",
   ];
   const cells = (row) => [
     ...(several ? [h("bdi", {}, row.tenant)] : []),
     named(row, session), h("bdi", {}, row.step ?? "–"), count(row.calls), count(row.failed_calls), seconds(row.model_seconds),
     count(row.prompt_tokens), count(row.completion_tokens),
     row.verify_steps ? (row.verified_tokens / row.verify_steps).toFixed(2) : "–",
-    row.estimated_seconds_saved ? `${row.estimated_seconds_saved.toFixed(1)} s` : "–",
+    row.estimated_seconds_saved ? `${row.estimated_seconds_saved.toFixed(1)}\u00a0s` : "–",
     row.delegated_tokens ? percent(row.delegated_tokens / row.completion_tokens) : "–",
     row.early_tools ? count(row.early_tools) : "–",
   ];
@@ -39,7 +30,10 @@ export async function show(main, { session, signal }) {
     h("p", { class: "muted" }, "Requests name their workflow and step by ",
       h("code", {}, "@step"), ", ", h("code", {}, "AgentSpecMiddleware"), " or the headers ",
       h("code", {}, "x-agentspec-workflow"), " and ", h("code", {}, "x-agentspec-step"), "."),
-    h("p", { class: "muted" }, `Saved seconds. ${SAVED}`),
+    h("p", { class: "muted" },
+      "Saved: the time of each answer, compared with its tokens at the measured cost of one-token steps of the same engine (of a strategy: at its ",
+      "base model's own pace). The run without speculation did not happen. Below 0, time was lost. Delegated: the share of tokens that a small model ",
+      "wrote and the strategy kept. Early tools: tools whose result was there before the model called them, as AgentSpecMiddleware reports."),
   );
 }
 
