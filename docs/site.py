@@ -56,7 +56,7 @@ def main() -> None:
         target = PAGES / place(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page(source))
-    for picture in docs.glob("*.svg"):
+    for picture in [*docs.glob("*.svg"), *docs.glob("*.webp")]:
         shutil.copy(picture, PAGES)
     shutil.copy(docs / "zensical.toml", PAGES.parent)
     (PAGES / "reference").mkdir()
