@@ -77,9 +77,7 @@ MEMBER: tuple[Family[MemberSample], ...] = (
     Family("agentspec_member_calls", "Calls sent to a server, retries too", lambda one: one.calls),
     Family("agentspec_member_retries", "Those after another try", lambda one: one.retries),
     Family("agentspec_member_failures", "Calls that it failed", lambda one: one.failures),
-    Family(
-        "agentspec_member_draft_tokens", "Drafted by our plug-in in it, by source", lambda one: one.drafted, "source"
-    ),
+    Family("agentspec_member_draft_tokens", "Drafted by our plug-in in it", lambda one: one.drafted, "source"),
     Family("agentspec_member_accepted_tokens", "Those accepted", lambda one: one.accepted, "source"),
 )
 

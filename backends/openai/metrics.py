@@ -58,8 +58,7 @@ def _number(text: str) -> float:
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
-_DRAFTED = "agentspec_drafter_draft_tokens_total"
-_ACCEPTED = "agentspec_drafter_accepted_tokens_total"
+_DRAFTED, _ACCEPTED = (f"agentspec_drafter_{kind}_tokens_total" for kind in ("draft", "accepted"))
 NAMES = (*_RUNNING, *_WAITING, *_KV_USE, _DRAFTED, _ACCEPTED)
 _SOURCES = ("cache", "prediction")  # that our plug-ins name
 

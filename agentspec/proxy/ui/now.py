@@ -15,7 +15,7 @@ from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
 from agentspec.proxy.endpoint import Services
 from agentspec.proxy.middleware import RecordedRoute
 from agentspec.proxy.routes.pages import Pages
-from agentspec.telemetry.history import EVERY, POINTS
+from agentspec.telemetry.history import POINTS
 
 MOST_VIEWERS = 16
 EVENT_SECONDS = 2.0
@@ -55,7 +55,7 @@ class NowStream:
             now, new = await history.now(), history.added - seen
             points = list(history.points)[-new:] if new else []
             seen += new
-            shown = {"every": EVERY, "most": POINTS, "points": points, "now": now}
+            shown = {"most": POINTS, "points": points, "now": now}
             await answer.send(piece(event(encode(shown))))
             await asyncio.sleep(EVENT_SECONDS)
         await answer.send({"type": "http.response.body", "body": b""})

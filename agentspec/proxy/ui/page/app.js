@@ -53,7 +53,6 @@ function fail(error) {
 
 function leave() {
   key.clear();
-  session = null;
   leaving.abort();
   begin();
 }
