@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal
 
 from agentspec.backends.model_store import STORE_VARIABLE, store_folder
@@ -92,10 +93,13 @@ def check_native() -> Check:
 
 
 def check_folder(name: str, folder: Path, setting: str) -> Check:
-    """Whether `folder` exists or can be created, and is writable."""
+    """Whether `folder` exists or can be created, and is writable: tried, since rights alone do not say it of root."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Check(name, "fail", f"{folder} cannot be written", f"make it writable or set {setting}")
+    try:
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        detail = f"{folder} cannot be written: {error.strerror}"
+        return Check(name, "fail", detail, f"make it writable or set {setting}")
     return Check(name, "ok", f"{folder} is writable, {shutil.disk_usage(existing).free / 1e9:.1f} GB free")
 
 

@@ -94,7 +94,8 @@ def test_doctor_checks_devices_and_models(program, tmp_path, model_folder, backe
 
 def test_doctor_checks_the_cache_folder(program, tmp_path: Path):
     (tmp_path / "file").touch()
-    for path, state in ((tmp_path / "new" / "deep", "ok"), (tmp_path / "file" / "below", "fail")):
+    below = {tmp_path / "new" / "deep": "ok", tmp_path / "file" / "below": "fail", Path("/proc/new"): "fail"}
+    for path, state in below.items():
         assert checks(program, f'[cache]\npath = "{path}"\n')["cache folder"]["state"] == state
     assert not (tmp_path / "new").exists()
 
