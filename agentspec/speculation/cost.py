@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,8 +155,8 @@ class CostModel:
         per_context, per_token_context = _line(sorted(_fastest(far).items()))
         shares = [(seconds - self._base(count)) / (count - 1) for count, seconds in _fastest(batches).items()]
         per_sequence = max(0.0, sum(shares) / len(shares)) if shares else 0.0
-        self._extra = np.array([per_context, per_token_context, per_sequence])
-        self._doubt = np.diag((TRUST * self._extra + LIKELY_EXTRA * self._base(1)) ** 2)
+        self._extra = [per_context, per_token_context, per_sequence]
+        self._doubt = np.diag((TRUST * np.array(self._extra) + LIKELY_EXTRA * self._base(1)) ** 2)
         self._covariance = self._doubt.copy()
 
     def seconds(self, tokens: int, context: int = 0, batch: int = 1) -> float:
@@ -165,31 +165,33 @@ class CostModel:
 
     def many(self, tokens: Counts, context: int = 0, batch: int = 1) -> Floats:
         """`seconds` for each number of tokens."""
-        return self._speed * (self._curve.many(tokens) + self._extra @ _loads(tokens, context, batch))
+        return np.asarray(self._speed * (self._curve.many(tokens) + self._added(tokens, context, batch)))
 
     def observe(self, tokens: int, context: int, seconds: float, batch: int = 1) -> None:
         """Learn from one measured forward."""
         if not self._measured:
             self.calibrate([(tokens, context, seconds)])
-        ratio = seconds / self.seconds(tokens, context, batch)
-        surprised = self._count(tokens == batch, ratio)
-        loads = _loads(tokens, context, batch)
-        self._learn_extra(loads, seconds / self._speed, self._base(tokens))
+        base = self._base(tokens)
+        surprised = self._count(tokens == batch, seconds / self._speed / (base + self._added(tokens, context, batch)))
+        self._learn_extra(tokens, context, batch, seconds / self._speed, base)
+        added = self._added(tokens, context, batch)
         if self._curve.is_measured(tokens):  # else the estimate may be what is wrong, not the speed
-            ratio = seconds / self.seconds(tokens, context, batch)
+            ratio = seconds / self._speed / (base + added)
             self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
-        alone = seconds / self._speed - float(self._extra @ loads)
-        self._curve.observe(tokens, max(alone, LEAST_SHARE * self._base(tokens)))
+        self._curve.observe(tokens, max(seconds / self._speed - added, LEAST_SHARE * base))
         if surprised:
             self._curve.doubt()
 
-    def _learn_extra(self, loads: Floats, seconds: float, base: float) -> None:
+    def _learn_extra(self, tokens: int, context: int, batch: int, seconds: float, base: float) -> None:
         """One step of the filter. A forward counts as at most twice as long as expected."""
-        expected = base + float(self._extra @ loads)
+        if not context and batch == 1:
+            return
+        loads = np.array([context, context * tokens / batch, batch - 1.0])
+        expected = base + self._added(tokens, context, batch)
         spread = self._covariance @ loads
         gain = spread / (loads @ spread + (CURVE_NOISE * expected) ** 2)
-        self._extra = np.maximum(self._extra + gain * min(seconds - expected, expected), 0.0)
-        self._covariance += FORGETTING * (self._doubt - self._covariance) - np.outer(gain, spread)
+        self._extra = [max(0.0, one) for one in (self._extra + gain * min(seconds - expected, expected)).tolist()]
+        self._covariance += FORGETTING * (self._doubt - self._covariance) - gain[:, None] * spread
 
     def next_trial(self) -> Literal["plain", "drafts"] | None:
         """The kind of forward, without drafts or with, that should come next since none came for long. A size that
@@ -213,14 +215,13 @@ class CostModel:
         self._plain, self._alike, self._counted = plain, 0, self._trials
         return surprise
 
+    def _added(self, tokens: Any, context: int, batch: int) -> Any:
+        """The extra cost, a float or an array as `tokens` is."""
+        slots, of_tokens, sequences = self._extra
+        return (slots + of_tokens * tokens / batch) * context + sequences * (batch - 1)
+
     def _base(self, tokens: int) -> float:
         return float(self._curve.many(np.array([tokens]))[0])
-
-
-def _loads(tokens: Counts | int, context: int, batch: int) -> Floats:
-    """What the extra costs grow with, [3] or [3, sizes]: slots, slots times tokens of a sequence, more sequences."""
-    slots = tokens / batch * context
-    return np.array([np.full_like(slots, context), slots, np.full_like(slots, batch - 1)])
 
 
 def _fastest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
