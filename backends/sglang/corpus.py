@@ -103,7 +103,6 @@ class ExternalTexts:
     def _add(self, document: Sequence[int]) -> int:
         number = next(self._numbers)
         self._index.append(number, np.array(document, dtype=np.int32))
-        self._index.close(number)
         return number
 
 

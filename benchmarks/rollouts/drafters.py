@@ -163,7 +163,9 @@ class _OracleSample:
     def draft(self, most: int, least: float, *, chain: bool, actual: Tokens) -> Draft:
         ahead = np.concatenate((self._last, actual[:most]))
         lengths = range(1, len(ahead))
-        known = next((length for length in lengths if not self._texts.count(ahead[: length + 1])), len(ahead))
+        known = next(
+            (length for length in lengths if not len(self._texts.successors(ahead[: length + 1])[0])), len(ahead)
+        )
         return a_chain(actual[: known - 1])
 
     def extend(self, tokens: Tokens) -> None:

@@ -167,7 +167,6 @@ void bind_index(nb::module_& m) {
                 unlocked([&] { self.append(sequence, view(tokens), before); });
             },
             "sequence"_a, "tokens"_a.noconvert(), "context"_a.noconvert() = nb::none())
-        .def("close", &SuffixIndex::close, "sequence"_a, Unlocked())
         .def("truncate", &SuffixIndex::truncate, "sequence"_a, "length"_a, Unlocked())
         .def(
             "remove",
@@ -191,12 +190,6 @@ void bind_index(nb::module_& m) {
             },
             "sequence"_a, "tokens"_a.noconvert())
         .def(
-            "count",
-            [](const SuffixIndex& self, const Input<Token>& context) {
-                return unlocked([&] { return self.count(view(context)); });
-            },
-            "context"_a.noconvert())
-        .def(
             "successors",
             [](const SuffixIndex& self, const Input<Token>& context) {
                 Successors found = unlocked([&] { return self.successors(view(context)); });
@@ -208,7 +201,7 @@ void bind_index(nb::module_& m) {
         .def_prop_ro("token_count", &SuffixIndex::token_count, Unlocked())
         .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
         .def("merge_step", &SuffixIndex::merge_step, Unlocked())
-        .def_prop_ro("merging_due", &SuffixIndex::merging_due)
+        .def_prop_ro("merging_due", &SuffixIndex::merging_due, Unlocked())
         .def(
             "oldest",
             [](const SuffixIndex& self, std::size_t tokens) {
@@ -220,8 +213,8 @@ void bind_index(nb::module_& m) {
                  const Work work = unlocked([&] { return self.work(); });
                  return std::tuple(work.appended, work.removed, work.locked, work.longest_hold, work.background);
              })
-        .def("memory_bytes", &SuffixIndex::memory_bytes)
-        .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes)
+        .def("memory_bytes", &SuffixIndex::memory_bytes, Unlocked())
+        .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes, Unlocked())
         .def("mapped_bytes", &SuffixIndex::mapped_bytes, Unlocked())
         .def(
             "freeze",

@@ -44,7 +44,7 @@ class NativeIndex(SuffixIndex):
         return super().freeze(np.array(list(sequences), dtype=np.int64))
 
     def count(self, context: TokensLike) -> int:
-        return super().count(as_tokens(context))
+        return int(self.successors(context).counts.sum())
 
     def successors(self, context: TokensLike) -> Successors:
         tokens, counts, newest = super().successors(as_tokens(context))

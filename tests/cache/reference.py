@@ -54,7 +54,6 @@ class ReferenceIndex:
 
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     occurrences: list[Occurrence] = field(default_factory=list)
-    closed: set[int] = field(default_factory=set)
     clock: int = 0
     shapes: bool = False  # whether it holds the shape of what it is given: RARE for every token that is not common
 
@@ -62,7 +61,7 @@ class ReferenceIndex:
         return [t if t < COMMON_TOKENS else RARE for t in tokens] if self.shapes else tokens
 
     def append(self, sequence: int, tokens: Sequence[int], context: Sequence[int] = ()) -> None:
-        if sequence in self.closed or (sequence in self.prefixes and context):
+        if sequence in self.prefixes and context:
             raise ValueError(sequence)
         past = [*self.prefixes.setdefault(sequence, tuple(self.shape(context))), *self.tokens(sequence)]
         for token in self.shape(tokens):
@@ -70,16 +69,12 @@ class ReferenceIndex:
             self.occurrences.append(Occurrence(sequence, self.clock, tuple(past[-DEPTH:]), token))
             past.append(token)
 
-    def close(self, sequence: int) -> None:
-        self.closed.add(sequence)
-
     def truncate(self, sequence: int, length: int) -> None:
         kept = {o.time for o in [o for o in self.occurrences if o.sequence == sequence][:length]}
         self.occurrences = [o for o in self.occurrences if o.sequence != sequence or o.time in kept]
 
     def remove(self, sequences: Sequence[int]) -> None:
         self.occurrences = [o for o in self.occurrences if o.sequence not in sequences]
-        self.closed -= set(sequences)
         for sequence in sequences:
             self.prefixes.pop(sequence, None)
 

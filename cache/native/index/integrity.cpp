@@ -51,7 +51,6 @@ void SuffixIndex::check_runs() const {
         require(dead == run->dead(),
                 "a run with " + std::to_string(dead) + " dead, not " + std::to_string(run->dead()));
     }
-    require(due_ || merging_end_ > 0 || next_job().none(), "work that nobody knows of");
 }
 
 /// Spans lie inside the log behind a boundary, match the pieces, and are indexed once each; nothing else is, unless it

@@ -104,7 +104,6 @@ std::vector<SuffixIndex::Retired> SuffixIndex::unread(std::size_t from) try {
     const auto first = std::partition(begin, retired_.end(), [](const auto& one) { return one.item.use_count() > 1; });
     std::vector<Retired> out(std::make_move_iterator(first), std::make_move_iterator(retired_.end()));
     retired_.erase(first, retired_.end());
-    for (const Retired& one : out) retired_bytes_ -= one.bytes;
     return out;
 } catch (const std::bad_alloc&) {
     return {};

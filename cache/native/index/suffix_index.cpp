@@ -24,14 +24,10 @@ SuffixIndex::SuffixIndex(std::size_t tail, std::size_t ratio, bool deferred, Pos
     publish();
 }
 
-SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) {
+const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
     const auto found = sequences_.find(sequence);
     if (found == sequences_.end()) throw std::out_of_range("no sequence " + std::to_string(sequence));
     return found->second;
-}
-
-const SuffixIndex::Sequence& SuffixIndex::at(SequenceId sequence) const {
-    return const_cast<SuffixIndex*>(this)->at(sequence);
 }
 
 void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span<const Token> context) {
@@ -52,9 +48,6 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
         const auto known = sequences_.find(id);
         const bool fresh = known == sequences_.end();
         if (!fresh && !context.empty()) throw std::invalid_argument("only a new sequence takes a context");
-        if (!fresh && known->second.closed) {
-            throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
-        }
         prepare(2);
         make_room(tokens.size() + kPadding);
         reserve_for(pieces_, 1);
@@ -85,7 +78,6 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
         work_.appended += tokens.size();
         publish();
         outgrown = unread(retired);  // little, and so not left to merging
-        due_.store(is_due(), std::memory_order_release);
     }
     settle();
 }
@@ -156,11 +148,6 @@ void SuffixIndex::add(Sequence& sequence, Position begin, std::shared_ptr<const 
 void SuffixIndex::publish() {
     static std::atomic<std::uint64_t> numbers{0};
     *blank_ = {log_, runs_, starts_, generation_, ++numbers};
-    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
-    needed_bytes_ = sizeof(*this) + blank_->memory_bytes() + pieces_.capacity() * sizeof(Piece) +
-                    sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
-    reclaimable_bytes_ = reclaimable();
-    due_.store(is_due(), std::memory_order_release);
     std::shared_ptr<const Snapshot> next = std::exchange(blank_, nullptr);
     {
         const std::lock_guard lock(publishing_);
@@ -168,10 +155,21 @@ void SuffixIndex::publish() {
     }
 }
 
+std::size_t SuffixIndex::memory_bytes() const {
+    constexpr std::size_t kNode = sizeof(SequenceId) + sizeof(Sequence) + 2 * sizeof(void*) + 2 * sizeof(Span);
+    const Hold hold(*this);
+    return sizeof(*this) + snapshot_->memory_bytes() + retired_bytes() + pieces_.capacity() * sizeof(Piece) +
+           sequences_.bucket_count() * sizeof(void*) + sequences_.size() * kNode;
+}
+
 /// Let go of what readers may still hold, for which there was made room; they alone then keep so many bytes.
 void SuffixIndex::retire(std::shared_ptr<const void> item, std::size_t bytes) {
     retired_.push_back({std::move(item), bytes});
-    retired_bytes_ += bytes;
+}
+
+std::size_t SuffixIndex::retired_bytes() const {
+    return std::accumulate(retired_.begin(), retired_.end(), std::size_t{0},
+                           [](std::size_t sum, const Retired& one) { return sum + one.bytes; });
 }
 
 std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
@@ -179,16 +177,10 @@ std::shared_ptr<const Snapshot> SuffixIndex::snapshot() const {
     return snapshot_;
 }
 
-void SuffixIndex::close(SequenceId sequence) {
-    const Hold hold(*this);
-    at(sequence).closed = true;
-}
-
 void SuffixIndex::truncate(SequenceId id, std::size_t length) {
     {
         const Hold hold(*this);
-        Sequence& sequence = at(id);
-        if (sequence.closed) throw std::invalid_argument("sequence " + std::to_string(id) + " is closed");
+        Sequence& sequence = const_cast<Sequence&>(at(id));
         prepare(0);
         while (sequence.length > length) {
             Span& last = sequence.spans.back();
@@ -280,9 +272,7 @@ void SuffixIndex::record_hits(std::uint64_t generation, std::span<const Position
     for (const Position position : positions) {
         const auto after = after_piece(position);
         Sequence* sequence = after == pieces_.begin() ? nullptr : std::prev(after)->sequence;
-        if (!sequence || position >= std::prev(after)->end) continue;
-        ++sequence->hits;
-        use(*sequence);
+        if (sequence && position < std::prev(after)->end) use(*sequence);
     }
 }
 
@@ -306,11 +296,6 @@ std::vector<Token> SuffixIndex::prefix(SequenceId sequence) const {
     return {before.begin(), before.end()};
 }
 
-std::size_t SuffixIndex::length(SequenceId sequence) const {
-    const Hold hold(*this);
-    return at(sequence).length;
-}
-
 std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Token> tokens) const {
     const auto [seen, spans] = places(sequence);
     const LogView log = seen->log->view();
@@ -329,55 +314,31 @@ std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Toke
     return shared;
 }
 
-template <class Visit>
-void SuffixIndex::visit_matches(std::span<const Token> context, Visit&& visit) const {
+Successors SuffixIndex::successors(std::span<const Token> context) const {
     if (context.empty()) throw std::invalid_argument("a context needs at least one token");
     require_tokens(context);
     Query query(context);
     if (shapes_) query.take_shape_of(query);
-    const std::shared_ptr<const Snapshot> seen = snapshot();
-    const LogView log = seen->log->view();
-    const auto visit_living = [&](Position position) {
-        if (!seen->log->is_dead(position)) visit(position, log[position]);
-    };
-    for (const auto& run : *seen->runs) {
-        for (const RunPart& part : run->parts()) {
-            RunCursor cursor(log, part, query.end());
-            cursor.widen(query.length(), std::numeric_limits<std::uint32_t>::max(),
-                         [&](Token, Position position, double) { visit_living(position); });
-        }
-    }
-}
-
-std::int64_t SuffixIndex::count(std::span<const Token> context) const {
-    std::int64_t total = 0;
-    visit_matches(context, [&](Position, Token) { ++total; });
-    return total;
-}
-
-Successors SuffixIndex::successors(std::span<const Token> context) const {
+    const IndexView seen(*this);
     std::map<Token, std::int64_t> counts;
     Position newest = 0;
     Successors out;
-    visit_matches(context, [&](Position position, Token token) {
+    const auto add = [&](Token token, Position position, double) {
+        if (seen.is_dead(position)) return;
         ++counts[token];
         if (position > newest) out.most_recent = token, newest = position;
-    });
+    };
+    for (const auto& run : seen.runs()) {
+        for (const RunPart& part : run->parts()) {
+            RunCursor(seen.log(), part, query.end())
+                .widen(query.length(), std::numeric_limits<std::uint32_t>::max(), add);
+        }
+    }
     for (const auto& [token, count] : counts) {
         out.tokens.push_back(token);
         out.counts.push_back(count);
     }
     return out;
-}
-
-std::size_t SuffixIndex::sequence_count() const {
-    const Hold hold(*this);
-    return sequences_.size();
-}
-
-std::size_t SuffixIndex::token_count() const {
-    const Hold hold(*this);
-    return live_;
 }
 
 std::vector<SequenceId> SuffixIndex::oldest(std::size_t tokens) const {
@@ -397,11 +358,6 @@ std::size_t SuffixIndex::mapped_bytes() const {
     std::size_t total = seen->log->mapped_bytes();
     for (const auto& run : *seen->runs) total += run->mapped_bytes();
     return total;
-}
-
-Work SuffixIndex::work() const {
-    const Hold hold(*this);
-    return work_;
 }
 
 }  // namespace agentspec

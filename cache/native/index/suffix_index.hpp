@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -51,7 +50,7 @@ struct Work {
 /// The tables of a saved index, as they lie in its file.
 struct SequenceRecord {
     SequenceId number;
-    std::int64_t hits, last_used, closed;
+    std::int64_t unused, last_used, unused_too;  // 0, but of earlier versions
 };
 struct PieceRecord {
     Position begin, end;
@@ -74,6 +73,22 @@ struct FrozenLayout {
 };
 
 class SuffixIndex {
+    /// Keeps other changes out, and counts the work done meanwhile.
+    class Hold {
+    public:
+        explicit Hold(const SuffixIndex& index) : index_(index), lock_(index.changing_) { index_.hold_ = 0; }
+        ~Hold() { index_.work_.longest_hold = std::max(index_.work_.longest_hold, index_.hold_); }
+
+    private:
+        const SuffixIndex& index_;
+        std::lock_guard<std::mutex> lock_;
+    };
+    template <class Get>
+    auto held(Get&& get) const {
+        const Hold hold(*this);
+        return get();
+    }
+
 public:
     static constexpr std::size_t kTail = 128, kRatio = 8;
     static constexpr Position kCapacity = std::numeric_limits<Position>::max();
@@ -88,12 +103,11 @@ public:
                          Position capacity = kCapacity, bool shapes = false);
 
     /// Add tokens at the end of a sequence, a new or an open one. `context` (new sequences only) holds the tokens
-    /// before it, which are matched but never counted. Throws std::invalid_argument for a closed sequence or what is
-    /// no token, std::length_error when all positions are used up.
+    /// before it, which are matched but never counted. Throws std::invalid_argument for what is no token,
+    /// std::length_error when all positions are used up.
     void append(SequenceId sequence, std::span<const Token> tokens, std::span<const Token> context = {});
-    /// Refuse further tokens for a sequence. Like all methods below, throws std::out_of_range for an unknown sequence.
-    void close(SequenceId sequence);
-    /// Delete all tokens of a sequence from `length` on.
+    /// Delete all tokens of a sequence from `length` on. Like all methods below, throws std::out_of_range for an
+    /// unknown sequence.
     void truncate(SequenceId sequence, std::size_t length);
     /// Delete sequences; unknown sequences are ignored. From then on no query and no draft that begins knows them.
     void remove(std::span<const SequenceId> sequences);
@@ -102,32 +116,43 @@ public:
     /// false where nothing waits, where another thread is at it, or as long as readers hold more than a piece of what
     /// it replaced. Nobody waits for it.
     bool merge_step();
-    bool merging_due() const { return due_.load(std::memory_order_acquire); }
+    bool merging_due() const {
+        return held([&] { return is_due(); });
+    }
 
     std::vector<Token> tokens(SequenceId sequence) const;
     /// The context before a sequence, as far as it is matched.
     std::vector<Token> prefix(SequenceId sequence) const;
-    std::size_t length(SequenceId sequence) const;
+    std::size_t length(SequenceId sequence) const {
+        return held([&] { return at(sequence).length; });
+    }
     /// Number of leading tokens that a sequence shares with `tokens`.
     std::size_t common_prefix(SequenceId sequence, std::span<const Token> tokens) const;
 
-    /// How often the last min(64, n) tokens of a non-empty context occurred with a token after them.
-    std::int64_t count(std::span<const Token> context) const;
+    /// The tokens after the last min(64, n) tokens of a non-empty context.
     Successors successors(std::span<const Token> context) const;
 
-    std::size_t sequence_count() const;
-    std::size_t token_count() const;
+    std::size_t sequence_count() const {
+        return held([&] { return sequences_.size(); });
+    }
+    std::size_t token_count() const {
+        return held([&] { return live_; });
+    }
     std::size_t run_count() const { return snapshot()->runs->size(); }
     /// The least recently used sequences, that one first, which together hold at least `tokens` tokens; or all.
     std::vector<SequenceId> oldest(std::size_t tokens) const;
     /// Bytes held by the index, a mapped file and what drafts still read included. Constant time.
-    std::size_t memory_bytes() const { return needed_bytes_ + retired_bytes_; }
+    std::size_t memory_bytes() const;
     /// Bytes of them that merge steps which are due will give back. Removed text is among them once there is enough of
     /// it to be worth the work, and what older snapshots still hold. Constant time.
-    std::size_t reclaimable_bytes() const { return reclaimable_bytes_ + retired_bytes_; }
+    std::size_t reclaimable_bytes() const {
+        return held([&] { return reclaimable() + retired_bytes(); });
+    }
     /// Bytes of the index in pages of a mapped file.
     std::size_t mapped_bytes() const;
-    Work work() const;
+    Work work() const {
+        return held([&] { return work_; });
+    }
 
     /// Freeze those of the sequences `kept` that exist. Other threads can append meanwhile.
     Frozen freeze(std::span<const SequenceId> kept) const;
@@ -142,7 +167,7 @@ public:
     /// What drafts read from.
     std::shared_ptr<const Snapshot> snapshot() const;
     bool has_shapes() const { return shapes_; }
-    /// Count a hit for the sequences that hold these positions of a snapshot of that generation; none if the log was
+    /// Note the use of the sequences that hold these positions of a snapshot of that generation; of none if the log was
     /// rewritten since.
     void record_hits(std::uint64_t generation, std::span<const Position> positions);
 
@@ -155,8 +180,7 @@ private:
         SequenceId id;
         std::vector<Span> spans;
         std::size_t length = 0;
-        bool closed = false;
-        std::int64_t hits = 0, last_used = 0;
+        std::int64_t last_used = 0;
         Sequence *older = nullptr, *newer = nullptr;  // by last use
     };
     struct Piece {
@@ -194,16 +218,6 @@ private:
         std::vector<RunPart> left;
         std::shared_ptr<const Run> run;  // these three as readers see them
     };
-    /// Keeps other changes out, and counts the work done meanwhile.
-    class Hold {
-    public:
-        explicit Hold(const SuffixIndex& index) : index_(index), lock_(index.changing_) { index_.hold_ = 0; }
-        ~Hold() { index_.work_.longest_hold = std::max(index_.work_.longest_hold, index_.hold_); }
-
-    private:
-        const SuffixIndex& index_;
-        std::lock_guard<std::mutex> lock_;
-    };
     void worked(std::size_t positions) const {
         hold_ += positions;
         work_.locked += positions;
@@ -211,7 +225,6 @@ private:
 
     // All of these under a Hold.
     const Sequence& at(SequenceId sequence) const;
-    Sequence& at(SequenceId sequence);
     std::vector<Piece>::iterator after_piece(Position position);
     std::vector<Piece>::iterator piece_of(Position position);
     void use(Sequence& sequence);
@@ -237,6 +250,7 @@ private:
     bool reclaim_due() const;
     bool filter_due(std::size_t nth) const;
     std::size_t reclaimable() const;
+    std::size_t retired_bytes() const;
     std::size_t cascade(std::size_t end, std::size_t begin, std::size_t most) const;
     void replace(std::size_t first, std::size_t end, const std::shared_ptr<const Run>& run, std::size_t dropped,
                  std::size_t bytes);
@@ -260,8 +274,6 @@ private:
     std::shared_ptr<const Run> merged(const TokenLog& log, std::span<const std::shared_ptr<const Run>> runs,
                                       std::size_t& dropped) const;
     std::pair<std::shared_ptr<const Snapshot>, std::vector<Span>> places(SequenceId sequence) const;
-    template <class Visit>
-    void visit_matches(std::span<const Token> context, Visit&& visit) const;
     void check_runs() const;
     void check_positions() const;
     void check_use() const;
@@ -274,8 +286,6 @@ private:
     mutable std::mutex publishing_;  // held to copy or exchange one pointer
     std::shared_ptr<const Snapshot> snapshot_;
     std::shared_ptr<Snapshot> blank_;  // the next
-    std::atomic<bool> due_{false};
-    std::atomic<std::size_t> needed_bytes_{0}, retired_bytes_{0}, reclaimable_bytes_{0};
 
     std::shared_ptr<TokenLog> log_;  // after the tokens of a span there is a boundary, dead tokens, or the log ends
     std::uint64_t generation_ = 0;  // of the log

@@ -162,7 +162,7 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
             const Sequence* one = piece.sequence;
             if (!one || !wanted.contains(one->id)) continue;
             const auto [found, fresh] = places.try_emplace(one, static_cast<std::uint32_t>(places.size()));
-            if (fresh) frozen.sequences.push_back({one->id, one->hits, one->last_used, one->closed});
+            if (fresh) frozen.sequences.push_back({one->id, 0, one->last_used, 0});
             frozen.pieces.push_back({0, piece.end - piece.begin, found->second});
             pieces.push_back({piece.begin, piece.end});
         }
@@ -209,13 +209,9 @@ void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::spa
     sequences_.reserve(records.size());
     constexpr std::int64_t kMost = std::int64_t{1} << 62;  // counted up from, never beyond
     for (const SequenceRecord& record : records) {
-        const bool possible =
-            std::min(record.hits, record.last_used) >= 0 && std::max(record.hits, record.last_used) < kMost;
-        demand(possible, "impossible counts");
+        demand(record.last_used >= 0 && record.last_used < kMost, "an impossible time of use");
         Sequence& sequence = sequences_[record.number];
         sequence.id = record.number;
-        sequence.closed = record.closed != 0;
-        sequence.hits = record.hits;
         sequence.last_used = record.last_used;
         taken.push_back(&sequence);
     }

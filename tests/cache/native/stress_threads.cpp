@@ -81,7 +81,6 @@ private:
             }
             std::erase_if(open, [&](const auto& output) {
                 if (output.second < kLength) return false;
-                indexes_[half].close(output.first);
                 outputs_[output.first].state = 1;
                 return true;
             });

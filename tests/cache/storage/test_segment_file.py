@@ -122,7 +122,9 @@ def test_a_loaded_index_grows_and_forgets_like_any_other() -> None:
     for number in (0, 3, 99):
         assert loaded.tokens(number).tolist() == index.tokens(number).tolist()
     for token in range(50):
-        assert loaded.count(np.array([token], dtype=np.int32)) == index.count([token])
+        found = loaded.successors(np.array([token], np.int32))
+        for each, other in zip(found[:2], index.successors([token])[:2], strict=True):
+            np.testing.assert_array_equal(each, other)
 
 
 # Files that are not as they should be.
@@ -164,8 +166,8 @@ def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
         ((1, 0, 2, 99), "no sequence"),
         ((1, 0, 2, 1), "without a place"),
         ((0, 1, 0, 0), "twice"),
-        ((0, 1, 3, 2**31), "impossible counts"),
-        ((0, 1, 5, 2**31 - 1), "impossible counts"),
+        ((0, 1, 5, 2**31), "impossible time"),
+        ((0, 1, 5, 2**31 - 1), "impossible time"),
     ],
 )
 def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
@@ -206,7 +208,7 @@ def test_a_run_in_a_wrong_order_is_safe(order: str) -> None:
             assert (drafter.draft([(loaded, Source.SHARED)], context, 32).tokens >= 0).all()
             drafter.observe([(loaded, Source.SHARED)], context, context[:5])
             for length in (1, 2, 3, 9):
-                loaded.count(context[-length:])
+                loaded.successors(context[-length:])
         loaded.append(9, text(5, 5000))
         loaded.remove(np.array(numbers[:2]))
 
