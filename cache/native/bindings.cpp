@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "drafting/draft_batch.hpp"
@@ -41,20 +42,13 @@ std::span<const T> view(const Input<T>& array) {
     return {array.data(), array.size()};
 }
 
+/// The items as an array, records of plain numbers as their bytes.
 template <class T, class Allocator>
-Output<T> array_of(std::vector<T, Allocator> items) {
+auto array_of(std::vector<T, Allocator> items) {
+    using Item = std::conditional_t<std::is_arithmetic_v<T>, T, std::uint8_t>;
     auto* owned = new std::vector<T, Allocator>(std::move(items));
     nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T, Allocator>*>(p); });
-    return Output<T>(owned->data(), {owned->size()}, owner);
-}
-
-/// Records of plain numbers as their bytes.
-template <class Record>
-Output<std::uint8_t> bytes_of(std::vector<Record> records) {
-    auto* owned = new std::vector<Record>(std::move(records));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
-    return Output<std::uint8_t>(reinterpret_cast<std::uint8_t*>(owned->data()), {owned->size() * sizeof(Record)},
-                                owner);
+    return Output<Item>(reinterpret_cast<Item*>(owned->data()), {owned->size() * (sizeof(T) / sizeof(Item))}, owner);
 }
 
 template <class Call>
@@ -220,7 +214,7 @@ void bind_index(nb::module_& m) {
             "freeze",
             [](const SuffixIndex& self, const Input<SequenceId>& kept) {
                 Frozen frozen = unlocked([&] { return self.freeze(view(kept)); });
-                return std::tuple(bytes_of(std::move(frozen.sequences)), bytes_of(std::move(frozen.pieces)),
+                return std::tuple(array_of(std::move(frozen.sequences)), array_of(std::move(frozen.pieces)),
                                   array_of(std::move(frozen.run)), array_of(std::move(frozen.log)));
             },
             "kept"_a.noconvert())

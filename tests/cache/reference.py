@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 DEPTH = 64
-LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 20, 40)
 RECENCY_BONUS = 1.0
-NEGLIGIBLE = 1e-4
+NEGLIGIBLE = 1e-3
 PRIOR_TRIES, MEMORY = 6.0, 400.0
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
@@ -116,7 +116,7 @@ class Level:
     def cell(self) -> Cell:
         """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
         excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
-        return self.rated, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
+        return self.rated, self.length, bucket(self.counts.total(), 6), bucket(len(self.counts), 4), excluded
 
     def weight(self, token: int) -> float:
         """A token's count, with a bonus for the most recent. Tokens share the level's probability by weight."""
@@ -192,7 +192,7 @@ class ReferenceDrafter:
 
     def record(self, cell: Cell) -> tuple[float, float]:
         """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
-        log_odds = (-2.9 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
+        log_odds = (-3.3 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
 
     def depths_of(self, level: Level) -> DepthCorrection:

@@ -13,7 +13,7 @@
 namespace agentspec {
 namespace {
 
-constexpr double kNegligible = 1e-4;       // path probability not worth following
+constexpr double kNegligible = 1e-3;       // path probability not worth following
 constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
 constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at once
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
@@ -258,9 +258,8 @@ private:
     /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
     void expand(int node) {
         Reach& reach = reaches_[node + 1];
-        const LevelWalk& walk = walks_->of(node);
-        const auto worth = [&](double bound) { return reach.probability * bound >= kAlmost * best(); };
-        const Level* level = walks_->of(node).next(learned_.rates, worth);
+        LevelWalk& walk = walks_->of(node);
+        const Level* level = walk.advance();
         if (level == nullptr) return;
         const DepthRates& depths = level->key.is_of_shapes() ? learned_.shape_depths : learned_.depths;
         const double rate = learned_.rates.rate(level->key), corrected = depths.correct(reach.depth, rate);
@@ -339,7 +338,7 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     DraftTree tree = Growth({rates_, depths_, shape_depths_, leads_, ends_}, max_tokens, min_probability, chain, until)
                          .grow(searched, context);
     reading.reset();
-    if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(false);
+    if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(false);
     return tree;
 }
 
@@ -348,21 +347,15 @@ void Drafter::observe(std::span<const SourcedIndex> indexes, std::span<const Tok
     learn(look_back(indexes, context, tokens));
 }
 
-struct Drafter::Waiting {
-    Lesson lesson;
-    Waiting* older;
-};
-
-Drafter::~Drafter() { waiting(); }
-
 void Drafter::learn(Lesson lesson) {
-    for (const auto& [index, generation, positions] : lesson.hits_) {
+    for (const auto& [index, generation, positions] : lesson.hits) {
         if (!positions.empty()) index->record_hits(generation, positions);
     }
-    lesson.hits_ = {};
-    waiting_bytes_ += lesson.bytes();
-    auto* const newest = new Waiting{std::move(lesson), waiting_};
-    while (!waiting_.compare_exchange_weak(newest->older, newest)) {
+    lesson.hits = {};
+    {
+        const std::lock_guard lock(arriving_);
+        waiting_.push_back(std::move(lesson));
+        waiting_bytes_ += waiting_.back().bytes();
     }
     ++version_;
     take_in(waiting_bytes_ > kMostWaiting);
@@ -373,28 +366,24 @@ void Drafter::take_in(bool wait) {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock && !wait) return;
     if (!lock) lock.lock();
-    for (const auto& one : waiting()) take_in(one->lesson);
+    for (const Lesson& lesson : waiting()) take_in(lesson);
 }
 
 /// What waits no more from now on, the oldest first.
-std::vector<std::unique_ptr<Drafter::Waiting>> Drafter::waiting() {
-    std::vector<std::unique_ptr<Waiting>> out;
-    for (Waiting* one = waiting_.exchange(nullptr); one; one = one->older) {
-        out.emplace_back(one);
-        waiting_bytes_ -= one->lesson.bytes();
-    }
-    std::reverse(out.begin(), out.end());
-    return out;
+std::vector<Drafter::Lesson> Drafter::waiting() {
+    const std::lock_guard lock(arriving_);
+    waiting_bytes_ = 0;
+    return std::exchange(waiting_, {});
 }
 
 void Drafter::take_in(const Lesson& lesson) {
-    for (const Token token : lesson.tokens_) ends_.record(token);
-    for (const auto& [key, depth, hit, lead, led] : lesson.outcomes_) {
+    for (const Token token : lesson.tokens) ends_.record(token);
+    for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
         (key.is_of_shapes() ? shape_depths_ : depths_).record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
     }
-    if (lesson.end_) ends_.record_end(*lesson.end_);
+    if (lesson.end) ends_.record_end(*lesson.end);
 }
 
 /// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
@@ -405,9 +394,9 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
     require_tokens(tokens);
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     Lesson lesson;
-    lesson.tokens_.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
+    lesson.tokens.assign(tokens.begin() + (context.empty() && !tokens.empty() ? 1 : 0), tokens.end());
     for (std::size_t i = 0; i < searched.of_text; ++i) {
-        lesson.hits_.push_back({searched.indexes[i].index, searched.views[i].generation(), {}});
+        lesson.hits.push_back({searched.indexes[i].index, searched.views[i].generation(), {}});
     }
     auto walks = kept_walks().take(searched, context);
     if (!walks) {
@@ -428,10 +417,10 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
             const bool hit = found != symbols.end();
             const Symbol& leader = walk->leader(*level);
             const double lead = level->weight(leader) / level->weights();
-            lesson.outcomes_.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
+            lesson.outcomes.push_back({level->key, static_cast<int>(i), hit, lead, hit && &leader == &*found});
             if (!hit) continue;
             const auto view = static_cast<std::size_t>(level->view);
-            if (view < searched.of_text) lesson.hits_[view].positions.push_back(found->newest);
+            if (view < searched.of_text) lesson.hits[view].positions.push_back(found->newest);
             break;
         }
     }
@@ -442,7 +431,7 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
 
 void Drafter::observe_end(Token token) {
     Lesson lesson;
-    lesson.end_ = token;
+    lesson.end = token;
     learn(std::move(lesson));
 }
 
@@ -453,7 +442,7 @@ std::size_t Drafter::memory_bytes() const {
 }
 
 std::vector<double> Drafter::state() const {
-    if (waiting_ != nullptr) const_cast<Drafter*>(this)->take_in(true);
+    if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(true);
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
     for (const std::vector<double>& more : {depths_.state(), shape_depths_.state(), leads_.state(), ends_.state()}) {

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <span>
@@ -36,7 +36,6 @@ public:
     class Reading;
 
     explicit Drafter(std::uint32_t scan_limit) : scan_limit_(scan_limit) {}
-    ~Drafter();
 
     /// A tree of at most `max_tokens` nodes that continues `context`; no path probability is below `min_probability`.
     /// At equal match length an earlier index goes first. In a `chain` each node has at most one child, the likeliest.
@@ -61,23 +60,44 @@ public:
     /// Bytes that this drafter takes: little until it has learned something.
     std::size_t memory_bytes() const;
 
-    /// `observe` in two steps: what the indexes held, which leaves everything as it is, and learning from it.
-    class Lesson;
+private:
+    static constexpr std::size_t kMostWaiting = std::size_t{1} << 18;  // bytes; who brings more waits for drafts
+
+    struct Outcome {
+        LevelKey key;
+        int depth;
+        bool hit;
+        double lead;  // share of the leading one of several symbols, 1 for a single one
+        bool led;  // the hit was that one
+    };
+    struct Hits {
+        SuffixIndex* index;
+        std::uint64_t generation;
+        std::vector<Position> positions;
+    };
+    /// What the indexes held, to be learned from.
+    struct Lesson {
+        std::vector<Outcome> outcomes;
+        std::vector<Token> tokens;  // that came after others
+        std::optional<Token> end;
+        std::vector<Hits> hits;  // of each index; not kept while a lesson waits
+
+        std::size_t bytes() const {
+            return sizeof(*this) + outcomes.capacity() * sizeof(Outcome) + tokens.capacity() * sizeof(Token);
+        }
+    };
+
     Lesson look_back(std::span<const SourcedIndex> indexes, std::span<const Token> context,
                      std::span<const Token> tokens) const;
     void learn(Lesson lesson);
-
-private:
-    static constexpr std::size_t kMostWaiting = std::size_t{1} << 18;  // bytes; who brings more waits for drafts
-    struct Waiting;
-
     void take_in(bool wait);
-    std::vector<std::unique_ptr<Waiting>> waiting();
+    std::vector<Lesson> waiting();
     void take_in(const Lesson& lesson);
 
     std::uint32_t scan_limit_;
     mutable std::shared_mutex mutex_;
-    std::atomic<Waiting*> waiting_{nullptr};  // lessons put off, the newest first
+    std::mutex arriving_;  // held to add to the next two, or to take them
+    std::vector<Lesson> waiting_;  // put off, the oldest first
     std::atomic<std::size_t> waiting_bytes_{0};
     HitRates rates_;
     DepthRates depths_, shape_depths_;  // of the hit rate of a level of text, and of shapes
@@ -92,31 +112,6 @@ public:
 
 private:
     std::shared_lock<std::shared_mutex> lock_;
-};
-
-class Drafter::Lesson {
-    friend class Drafter;
-    std::size_t bytes() const {
-        return sizeof(*this) + outcomes_.capacity() * sizeof(Outcome) + tokens_.capacity() * sizeof(Token);
-    }
-
-    struct Outcome {
-        LevelKey key;
-        int depth;
-        bool hit;
-        double lead;  // share of the leading one of several symbols, 1 for a single one
-        bool led;  // the hit was that one
-    };
-    struct Hits {
-        SuffixIndex* index;
-        std::uint64_t generation;
-        std::vector<Position> positions;
-    };
-
-    std::vector<Outcome> outcomes_;
-    std::vector<Token> tokens_;  // that came after others
-    std::optional<Token> end_;
-    std::vector<Hits> hits_;  // of each index; not kept while a lesson waits
 };
 
 }  // namespace agentspec

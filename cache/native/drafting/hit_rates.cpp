@@ -39,7 +39,7 @@ int excluded_bucket(int excluded, int buckets) {
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
 /// levels failed; worse for shapes. Set by hand; it weighs kPriorTries tries against the cell's own record.
 double prior(bool shapes, int length, int total, int excluded) {
-    const double none = shapes ? -2.9 : -1.9;
+    const double none = shapes ? -3.3 : -1.9;
     const double log_odds = none + 0.7 * std::log2(kLengths[length]) + 0.35 * total - 0.5 * excluded;
     return 1.0 / (1.0 + std::exp(-log_odds));
 }

@@ -17,8 +17,8 @@ namespace agentspec {
 inline constexpr int kSources = 3;  // of text
 inline constexpr int kShapeSource = kSources;  // by which levels of shapes are rated, whatever they are reported as
 inline constexpr int kRatedSources = kSources + 1;
-inline constexpr int kLengths[] = {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48};
-inline constexpr int kLengthCount = 15;
+inline constexpr int kLengths[] = {1, 2, 3, 4, 6, 8, 12, 20, 40};
+inline constexpr int kLengthCount = 9;
 
 /// Index in kLengths of the greatest length that is at most `shared` (>= 1).
 int length_index(int shared);
@@ -53,7 +53,7 @@ public:
     static const std::size_t kStateSize;
 
 private:
-    static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
+    static constexpr int kTotals = 6, kDistincts = 4, kExcludeds = 5;
     static constexpr int kRows = kRatedSources * kLengthCount;  // one of each source and length
     static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
     static constexpr int kGroups = kLengthCount * kExcludeds;  // of a source: what is known before a level is looked at

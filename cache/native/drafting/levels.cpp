@@ -5,11 +5,14 @@
 #include "index/shapes.hpp"
 
 namespace agentspec {
+namespace {
+
+constexpr std::size_t kFewTokens = 64;  // room to begin with, a power of two
+
+}  // namespace
+
 void TokenSlots::clear() {
-    if (++stamp_ == 0) {
-        std::fill(entries_.begin(), entries_.end(), Entry{});
-        stamp_ = 1;
-    }
+    entries_.assign(kFewTokens, Entry{});
     size_ = 0;
 }
 
@@ -17,15 +20,15 @@ TokenSlots::Entry& TokenSlots::locate(Token token) {
     Entry* const entries = entries_.data();
     const std::size_t mask = entries_.size() - 1;
     std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask;
-    while (entries[place].stamp == stamp_ && entries[place].token != token) place = (place + 1) & mask;
+    while (entries[place].token != kNoContext && entries[place].token != token) place = (place + 1) & mask;
     return entries[place];
 }
 
 inline std::size_t TokenSlots::find_or_add(Token token, std::size_t fresh) {
     if (2 * size_ >= entries_.size()) grow();
     Entry& entry = locate(token);
-    if (entry.stamp != stamp_) {
-        entry = {token, stamp_, static_cast<std::uint32_t>(fresh)};
+    if (entry.token == kNoContext) {
+        entry = {token, static_cast<std::uint32_t>(fresh)};
         ++size_;
     }
     return entry.slot;
@@ -35,7 +38,7 @@ void TokenSlots::grow() {
     std::vector<Entry> old(2 * entries_.size());
     old.swap(entries_);
     for (const Entry& entry : old) {
-        if (entry.stamp == stamp_) locate(entry.token) = entry;
+        if (entry.token != kNoContext) locate(entry.token) = entry;
     }
 }
 
@@ -89,30 +92,16 @@ void LevelWalk::begin(std::size_t view, const Query& query, const Matches* befor
 }
 
 const Level* LevelWalk::level(std::size_t nth) {
-    for (; nth == levels_.size() && length_ > 0; shorten()) {
-        if (const Level* level = next_of_length()) return level;
-    }
+    while (nth == levels_.size() && length_ > 0) advance();
     return nth < levels_.size() ? &levels_[nth] : nullptr;
 }
 
-const Symbol& LevelWalk::leader(const Level& level) const {
-    const Symbol* leader = &symbols_[level.begin];
-    for (const Symbol& symbol : symbols(level)) {
-        const double x = level.weight(symbol), y = level.weight(*leader);
-        if (x > y || (x == y && symbol.token < leader->token)) leader = &symbol;
-    }
-    return *leader;
-}
-
-/// The next index, of those left, that offers anything new at the present length.
-const Level* LevelWalk::next_of_length() {
+const Level* LevelWalk::advance() {
     while (view_ < end_) {
         const std::size_t view = view_++;
-        if (next(matches_[view]) < length_) continue;
-        widen(view, length_);
-        if (levels_.back().end > levels_.back().begin) return &levels_.back();
-        levels_.pop_back();
+        if (next(matches_[view]) >= length_ && widen(view)) return &levels_.back();
     }
+    shorten();
     return nullptr;
 }
 
@@ -143,8 +132,8 @@ double LevelWalk::bound(const HitRates& rates) const {
                     rates.bound(sources.subspan(end_), length_index(std::min(query_.length(), kShapeDepth)), excluded));
 }
 
-/// Add a level: the matches of at least `length` tokens in one index, which may offer nothing new.
-void LevelWalk::widen(std::size_t view, int length) {
+/// Add a level: the matches of at least the present length in one index. False if they offer nothing new.
+bool LevelWalk::widen(std::size_t view) {
     const std::size_t known = symbols_.size();
     Matches& matches = matches_[view];
     const IndexView& index = searched_->views[view];
@@ -164,21 +153,24 @@ void LevelWalk::widen(std::size_t view, int length) {
         symbol.newest = std::max(symbol.newest, position);
     };
     for (std::size_t r = 0; r < matches.size(); ++r) {
-        if (matches[r].next() < length) continue;
+        if (matches[r].next() < length_) continue;
         const std::size_t size = index.runs()[r]->size();
-        matches[r].widen(length, size <= SuffixIndex::kTail ? SuffixIndex::kTail : searched_->scan_limit, offer);
+        matches[r].widen(length_, size <= SuffixIndex::kTail ? SuffixIndex::kTail : searched_->scan_limit, offer);
     }
-    Level level{{searched_->rated[view], length_index(length), 0.0, 0, static_cast<int>(known)},
-                static_cast<int>(view),
-                0,
-                known,
-                symbols_.size()};
-    level.key.distinct = static_cast<int>(level.end - level.begin);
+    if (symbols_.size() == known) return false;
+    const LevelKey key{searched_->rated[view], length_index(length_), 0.0, static_cast<int>(symbols_.size() - known),
+                       static_cast<int>(known)};
+    Level level{key, static_cast<int>(view), 0, known, symbols_.size(), known};
     for (const Symbol& symbol : symbols(level)) {
         level.key.total += symbol.count;
         level.newest = std::max(level.newest, symbol.newest);
     }
+    for (std::size_t i = known; i < symbols_.size(); ++i) {
+        const double here = level.weight(symbols_[i]), most = level.weight(leader(level));
+        if (here > most || (here == most && symbols_[i].token < leader(level).token)) level.leader = i;
+    }
     levels_.push_back(level);
+    return true;
 }
 
 }  // namespace agentspec

@@ -9,7 +9,6 @@
 
 #include "drafting/hit_rates.hpp"
 #include "drafting/run_matches.hpp"
-#include "index/sizes.hpp"
 #include "index/suffix_index.hpp"
 
 namespace agentspec {
@@ -28,6 +27,7 @@ struct Level {
     int view;                 // place of the index among those searched
     Position newest;          // newest occurrence of any of the symbols
     std::size_t begin, end;   // of its symbols among those of the walk
+    std::size_t leader;       // the symbol of the greatest weight; of equals that of the lowest token
 
     /// A symbol's count, with a bonus for the most recent. Symbols share the level's probability by weight.
     double weight(const Symbol& symbol) const { return symbol.count + (symbol.newest == newest ? kRecencyBonus : 0.0); }
@@ -40,7 +40,7 @@ struct SourcedIndex {
     int source;
 };
 
-/// A number for each of a few tokens; clearing is free but once in 2^32 times.
+/// A number for each of a few tokens.
 class TokenSlots {
 public:
     void clear();
@@ -49,15 +49,13 @@ public:
 
 private:
     struct Entry {
-        Token token = 0;
-        Stamp stamp = 0;
+        Token token = kNoContext;  // none
         std::uint32_t slot = 0;
     };
     Entry& locate(Token token);
     void grow();
 
-    std::vector<Entry> entries_ = std::vector<Entry>(64);  // a power of two
-    Stamp stamp_ = 1;  // of the entries that count; 0: none
+    std::vector<Entry> entries_;  // a power of two
     std::size_t size_ = 0;
 };
 
@@ -84,16 +82,8 @@ public:
     /// The nth level, which is looked for if it was not yet; nullptr where there are fewer. Valid until another is
     /// looked for.
     const Level* level(std::size_t nth);
-    /// The next level that was not looked for yet, or nullptr if there is none, or for now, if `worth(rate)` is false
-    /// for the highest hit rate of the levels left.
-    template <class Worth>
-    const Level* next(const HitRates& rates, Worth&& worth) {
-        while (length_ > 0 && worth(bound(rates))) {
-            if (const Level* level = next_of_length()) return level;
-            shorten();
-        }
-        return nullptr;
-    }
+    /// Look for a further level, where any is left. nullptr if the present length offers nothing new.
+    const Level* advance();
     /// Upper bound of the hit rates of the levels left; 0 if none is left.
     double bound(const HitRates& rates) const;
 
@@ -102,8 +92,7 @@ public:
     std::span<const Symbol> symbols(const Level& level) const {
         return std::span(symbols_).subspan(level.begin, level.end - level.begin);
     }
-    /// The symbol of the greatest weight; of equals the symbol with the lowest id.
-    const Symbol& leader(const Level& level) const;
+    const Symbol& leader(const Level& level) const { return symbols_[level.leader]; }
     const Query& query() const { return query_; }
 
 private:
@@ -112,8 +101,7 @@ private:
     static int next(const Matches& matches);
     void begin(std::size_t view, const Query& query, const Matches* before);
     void restart();
-    void widen(std::size_t view, int length);
-    const Level* next_of_length();
+    bool widen(std::size_t view);
     void shorten();
     void begin_shapes();
     bool in_text() const { return end_ == searched_->of_text; }

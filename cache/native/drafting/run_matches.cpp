@@ -9,9 +9,11 @@ constexpr std::size_t kMany = 64;  // matches that take as long to follow as a s
 
 RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int most)
     : RunMatches(before.log_, *before.run_, query_end, most) {
-    const bool all = before.cursor_ ? follow_found(before) : follow(before.known_);
+    const bool found = before.cursors_[0].has_value();
+    const auto follows = [this](const auto& cursor) { return !cursor || follow(*cursor); };
+    const bool all = found ? std::ranges::all_of(before.cursors_, follows) : follow(before.known_);
     if (!all) known_.clear();
-    const int shorter = !all ? before.longest_ : before.cursor_ ? before.next() : before.unknown_;
+    const int shorter = !all ? before.longest_ : found ? before.next() : before.unknown_;
     // The oldest position follows none of this run.
     unknown_ = std::max(std::min(shorter + 1, most), shared_context(log_ + run_->oldest(), query_end_));
     next_ = unknown_;
@@ -25,11 +27,6 @@ bool RunMatches::follow(const Few& before) {
         if (goes_on(position)) known_.push_back({position + 1, std::min(shared + 1, kDepth)});
     }
     return true;
-}
-
-bool RunMatches::follow_found(const RunMatches& before) {
-    return follow(*before.cursor_) && (!before.second_ || follow(*before.second_)) &&
-           (!before.third_ || follow(*before.third_));
 }
 
 bool RunMatches::follow(const RunCursor& before) {
@@ -49,12 +46,10 @@ bool RunMatches::goes_on(Position position) const {
 
 void RunMatches::search() {
     const std::vector<RunPart>& parts = run_->parts();
-    cursor_.emplace(log_, parts[0], query_end_);
-    if (parts.size() > 1) second_.emplace(log_, parts[1], query_end_);
-    if (parts.size() > 2) third_.emplace(log_, parts[2], query_end_);
+    for (std::size_t i = 0; i < parts.size(); ++i) cursors_[i].emplace(log_, parts[i], query_end_);
     longest_ = next();
-    for (auto* cursor : {&cursor_, &second_, &third_}) {
-        if (*cursor) (*cursor)->take(taken_);
+    for (auto& cursor : cursors_) {
+        if (cursor) cursor->take(taken_);
     }
 }
 

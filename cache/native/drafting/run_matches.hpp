@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <span>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -27,20 +26,19 @@ public:
     int longest() const { return longest_; }
     /// The same for the positions not yet taken in; 0 when none of them shares a token.
     int next() const {
-        if (!cursor_) return next_;
-        return second_ ? std::max({cursor_->next(), second_->next(), third_ ? third_->next() : 0}) : cursor_->next();
+        if (!cursors_[0]) return next_;
+        int next = 0;
+        for (const auto& cursor : cursors_) next = cursor ? std::max(next, cursor->next()) : next;
+        return next;
     }
 
     /// As RunCursor::widen.
     template <class Visit>
     void widen(int length, std::uint32_t limit, Visit&& visit) {
-        if (!cursor_ && length > unknown_ && known_.size() <= limit) {
-            take_known(length, visit);
-        } else {
-            if (!cursor_) search();
-            cursor_->widen(length, limit, visit);
-            if (second_) second_->widen(length, limit, visit);
-            if (third_) third_->widen(length, limit, visit);
+        if (!cursors_[0] && length > unknown_ && known_.size() <= limit) return take_known(length, visit);
+        if (!cursors_[0]) search();
+        for (auto& cursor : cursors_) {
+            if (cursor) cursor->widen(length, limit, visit);
         }
     }
 
@@ -75,7 +73,6 @@ private:
     }
     void search();
     bool follow(const Few& before);
-    bool follow_found(const RunMatches& before);
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
@@ -87,8 +84,7 @@ private:
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
     Few known_;
-    std::optional<RunCursor> cursor_;  // in the run's first part
-    std::optional<RunCursor> second_, third_;  // in its others, while it is merged
+    std::array<std::optional<RunCursor>, 3> cursors_;  // in the run's parts: more than one while it is merged
 };
 
 }  // namespace agentspec

@@ -11,6 +11,4 @@ inline constexpr std::size_t kPiece = std::size_t{1} << 16;  // positions merged
 inline constexpr std::size_t kSlack = 8 * 1024;  // places that a log may hold in vain, however small it is
 inline constexpr std::size_t kPagedBytes = std::size_t{1} << 17;  // of an array that has pages of its own
 
-using Stamp = std::uint32_t;  // counts the uses of a table between two times that it is cleared
-
 }  // namespace agentspec

@@ -47,36 +47,20 @@ void check_log(std::span<const Token> log, std::span<const PieceRecord> pieces) 
     demand(end == log.size(), "tokens of no piece");
 }
 
-/// Set the bits [begin, end).
-void fill(std::vector<std::uint64_t>& bits, std::size_t begin, std::size_t end) {
-    if (begin == end) return;
-    const std::uint64_t first = ~0ull << begin % 64, last = ~0ull >> (63 - (end - 1) % 64);
-    const std::size_t from = begin / 64, to = (end - 1) / 64;
-    if (from == to) {
-        bits[from] |= first & last;
-        return;
-    }
-    bits[from] |= first;
-    std::fill(bits.begin() + from + 1, bits.begin() + to, ~0ull);
-    bits[to] |= last;
-}
-
 /// The run holds the positions of all tokens in pieces, each once.
 void check_run(std::span<const Position> run, std::span<const PieceRecord> pieces, std::size_t log_size) {
-    std::vector<std::uint64_t> tokens(log_size / 64 + 1);
+    std::vector<bool> tokens(log_size + 1);  // not found yet
     std::size_t living = 0;
     for (const PieceRecord& piece : pieces) {
         living += piece.end - piece.begin;
-        fill(tokens, piece.begin, piece.end);
+        std::fill(tokens.begin() + piece.begin, tokens.begin() + piece.end, true);
     }
     demand(run.size() == living, "positions and tokens differ");
     std::size_t found = 0;
     for (const Position position : run) {
-        const std::size_t place = std::min<std::size_t>(position, log_size);
-        std::uint64_t& word = tokens[place / 64];
-        const std::uint64_t bit = 1ull << place % 64;
-        found += (word & bit) != 0;
-        word &= ~bit;
+        auto token = tokens[std::min<std::size_t>(position, log_size)];
+        found += token;
+        token = false;
     }
     demand(found == living, "a position of no token, or one twice");
 }

@@ -9,6 +9,4 @@ namespace agentspec {
 inline constexpr int kChunkBits = 9;
 inline constexpr std::size_t kPiece = 300, kSlack = 300, kPagedBytes = 4096;
 
-using Stamp = std::uint8_t;
-
 }  // namespace agentspec
