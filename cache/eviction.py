@@ -32,8 +32,7 @@ class Eviction:
         A tenant evicts its own; what another has to give is left to `relieve` as long as there is room.
         """
         tenant = partition.namespace.tenant
-        if self._table.sizes[tenant] > self._table.tenant_limit:
-            self._reduce(lambda: self._table.sizes[tenant] - self._table.tenant_limit, tenant)
+        self._limit(tenant)
         if self._over() > 0:
             with self._table.lock:
                 largest = self._table.sizes.largest()
@@ -55,9 +54,13 @@ class Eviction:
             partition.merge(lambda: self._table.stopping)
             with partition.lock:
                 self._table.book(partition)
-        self._reduce(self._over, None)  # a merged run can take some bytes more, for its table
+            self._limit(partition.namespace.tenant)  # a merged run can take some bytes more, for its table
+        self._reduce(self._over, None)
         if self._table.due:
             time.sleep(_READING)
+
+    def _limit(self, tenant: str) -> None:
+        self._reduce(lambda: self._table.sizes[tenant] - self._table.tenant_limit, tenant)
 
     def _over(self) -> int:
         return self._table.sizes.total - self._table.watermark
