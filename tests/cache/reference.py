@@ -186,7 +186,6 @@ class ReferenceDrafter:
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
     depths: DepthCorrection = field(default_factory=DepthCorrection)
-    shape_depths: DepthCorrection = field(default_factory=DepthCorrection)
     leads: DepthCorrection = field(default_factory=DepthCorrection)
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -194,9 +193,6 @@ class ReferenceDrafter:
         """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
         log_odds = (-3.3 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
-
-    def depths_of(self, level: Level) -> DepthCorrection:
-        return self.shape_depths if level.rated == SHAPES else self.depths
 
     def goes_on(self, token: int) -> float:
         ends, gone_on = self.ends.get(token, (0.0, 0.0))
@@ -212,7 +208,7 @@ class ReferenceDrafter:
             for level in levels(indexes, [*context, *tokens[:i]]):
                 hit = token in level.counts
                 hits, tries = self.record(level.cell)
-                self.depths_of(level).record(i, hits / tries, hit)
+                self.depths.record(i, hits / tries, hit)
                 if hit and len(level.counts) > 1:
                     self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
                 scale = 0.5 if tries + 1.0 > MEMORY else 1.0
@@ -248,7 +244,7 @@ class ReferenceDrafter:
                 at = tree[at][1]
             for level in levels(indexes, [*context, *reversed(path)]):
                 hits, tries = self.record(level.cell)
-                rate, corrected = hits / tries, self.depths_of(level).correct(len(path), hits / tries)
+                rate, corrected = hits / tries, self.depths.correct(len(path), hits / tries)
                 for token, share in self.shares(level, len(path)).items():
                     probability = reach * rate / level.weights * level.weight(token)
                     if probability >= NEGLIGIBLE and reported * corrected * share >= min_probability:

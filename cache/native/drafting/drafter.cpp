@@ -100,7 +100,7 @@ private:
 /// What was learned, as far as a draft goes by it.
 struct Learned {
     const HitRates& rates;
-    const DepthRates &depths, &shape_depths, &leads;
+    const DepthRates &depths, &leads;
     const EndRates& ends;
 };
 
@@ -261,8 +261,7 @@ private:
         LevelWalk& walk = walks_->of(node);
         const Level* level = walk.advance();
         if (level == nullptr) return;
-        const DepthRates& depths = level->key.is_of_shapes() ? learned_.shape_depths : learned_.depths;
-        const double rate = learned_.rates.rate(level->key), corrected = depths.correct(reach.depth, rate);
+        const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
         const Symbol& leader = walk.leader(*level);
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
@@ -335,8 +334,8 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     std::optional<Reading> reading(*this);
-    DraftTree tree = Growth({rates_, depths_, shape_depths_, leads_, ends_}, max_tokens, min_probability, chain, until)
-                         .grow(searched, context);
+    DraftTree tree =
+        Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
     reading.reset();
     if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(false);
     return tree;
@@ -379,7 +378,7 @@ std::vector<Drafter::Lesson> Drafter::waiting() {
 void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens) ends_.record(token);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
-        (key.is_of_shapes() ? shape_depths_ : depths_).record(depth, rates_.rate(key), hit);
+        depths_.record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
     }
@@ -437,15 +436,15 @@ void Drafter::observe_end(Token token) {
 
 std::size_t Drafter::memory_bytes() const {
     const std::shared_lock lock(mutex_);
-    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + shape_depths_.memory_bytes() +
-           leads_.memory_bytes() + ends_.memory_bytes() + waiting_bytes_;
+    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + leads_.memory_bytes() +
+           ends_.memory_bytes() + waiting_bytes_;
 }
 
 std::vector<double> Drafter::state() const {
     if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(true);
     const std::shared_lock lock(mutex_);
     std::vector<double> state = rates_.state();
-    for (const std::vector<double>& more : {depths_.state(), shape_depths_.state(), leads_.state(), ends_.state()}) {
+    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) {
         state.insert(state.end(), more.begin(), more.end());
     }
     return state;
@@ -453,7 +452,7 @@ std::vector<double> Drafter::state() const {
 
 void Drafter::restore(std::span<const double> state) {
     HitRates rates;
-    DepthRates depths, shape_depths, leads;
+    DepthRates depths, leads;
     EndRates ends;
     constexpr auto take = [](std::span<const double>& from, std::size_t size) {
         const auto taken = from.first(std::min(size, from.size()));
@@ -461,14 +460,13 @@ void Drafter::restore(std::span<const double> state) {
         return taken;
     };
     rates.restore(take(state, HitRates::kStateSize));
-    for (DepthRates* one : {&depths, &shape_depths, &leads}) one->restore(take(state, DepthRates::kStateSize));
+    for (DepthRates* one : {&depths, &leads}) one->restore(take(state, DepthRates::kStateSize));
     ends.restore(state);
     const std::unique_lock lock(mutex_);
     waiting();
     ++version_;
     rates_ = std::move(rates);
     depths_ = std::move(depths);
-    shape_depths_ = std::move(shape_depths);
     leads_ = std::move(leads);
     ends_ = std::move(ends);
 }

@@ -100,7 +100,7 @@ private:
     std::vector<Lesson> waiting_;  // put off, the oldest first
     std::atomic<std::size_t> waiting_bytes_{0};
     HitRates rates_;
-    DepthRates depths_, shape_depths_;  // of the hit rate of a level of text, and of shapes
+    DepthRates depths_;  // of the hit rate of a level
     DepthRates leads_;  // of the share of a level's leading symbol, once the level is hit
     EndRates ends_;
     std::atomic<std::uint64_t> version_{0};

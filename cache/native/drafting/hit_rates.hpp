@@ -30,8 +30,6 @@ struct LevelKey {
     double total;      // occurrences of the symbols it offers
     int distinct;      // number of those symbols
     int excluded;      // number of symbols that longer levels offered
-
-    bool is_of_shapes() const { return source == kShapeSource; }
 };
 
 class HitRates {
