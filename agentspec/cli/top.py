@@ -107,7 +107,7 @@ async def _events(base: str) -> AsyncGenerator[_Event]:
 
 
 def _mebibytes(value: float) -> str:
-    return f"{value / 2**20:,.0f} MiB"
+    return f"{value / 2**20:,.1f} MiB"
 
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
