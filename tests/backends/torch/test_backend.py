@@ -239,9 +239,6 @@ async def test_the_sources_of_tokens_are_the_answer_and_the_counts(backend_of: A
             assert sum(one.source is not None for one in sources) == done.accepted
             assert len({(delta.index, one.forward) for delta in deltas for one in delta.token_sources}) == done.steps
             assert len(sources) == sum(len(delta.token_ids) for delta in deltas)
-            usage, before = deltas[-1].usage, plain[-1].usage
-            assert usage is not None and before is not None and usage.completion_tokens == len(sources)
-            assert usage.prompt_tokens == before.prompt_tokens == 7, "the prompt counts once"
             assert all(one.source is None or 0 < (one.probability or 0) <= 1 for one in sources)
             assert sum(bool(one.rejected) for one in sources) <= done.drafted - done.accepted
         assert {one.source for one in sources} >= {None, "shared"}
