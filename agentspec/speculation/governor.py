@@ -159,6 +159,14 @@ class Governor:
         )
         return [best_nodes(acceptance, count) for acceptance, count in zip(acceptances, counts, strict=True)]
 
+    def least(self, requests: int, context: int = 0, seconds: float = 0.0) -> float:
+        """The least acceptance with which a draft node pays, at any place in a step that draws for `requests` over
+        `context` KV slots: what plain steps draw in the time of one more token, and in the `seconds` to draft it. At
+        most `LIKELY`: a trial needs nodes to verify, or a cost that is wrong would stand.
+        """
+        alone, more = map(float, self.cost.many(np.array([requests, requests + 1]), context, requests))
+        return min(LIKELY, requests * (more - alone + seconds) / alone)
+
     def chunk(self, running: int, context: int) -> int:
         """How many prompt tokens a step may read next to `running` answers, which have `context` KV slots in all.
 

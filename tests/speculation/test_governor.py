@@ -16,6 +16,7 @@ from agentspec.speculation.cost import CostModel
 from agentspec.speculation.governor import (
     CHUNKS,
     LARGE_CHUNKS,
+    LIKELY,
     MOST_STEPS,
     MOST_TENANTS,
     STALL,
@@ -83,6 +84,25 @@ def test_trees_of_a_batch_are_cut_to_the_best_goodput_of_all(
     assert reached == pytest.approx((len(batch) + gained) / governor.cost.seconds(len(batch) + sum(map(len, chosen))))
     for _ in range(30):
         assert reached >= goodput([data.draw(st.integers(0, len(c))) for c, _ in batch]) * (1 - 1e-9)
+
+
+@given(st.lists(drafts(), min_size=1, max_size=3), st.floats(0, 1), st.integers(0, 4096))
+def test_no_node_is_chosen_that_is_less_likely_than_pays_anywhere(
+    batch: list[tuple[list[float], list[int]]], slope: float, slots: int
+) -> None:
+    """A node at that bound pays if the rest of the step is empty; trials find nodes whatever the costs seem to be."""
+    governor, requests = Governor(), len(batch)
+    governor.cost.calibrate([(tokens, 0, 0.01 * (1 + slope * (tokens - 1))) for tokens in SIZES])
+    least = governor.least(requests, slots)
+    chosen = governor.choose([chances for chances, _ in batch], context=slots)
+    for nodes, (chances, _) in zip(chosen, batch, strict=True):
+        assert all(chances[node] >= least * (1 - 1e-9) for node in nodes)
+    for worth, pays in ((least * 1.001 + 1e-9, True), (least * 0.999 - 1e-9, False)) if least < LIKELY else ():
+        first = governor.choose([[worth], *[[]] * (requests - 1)], context=slots)
+        assert sum(map(len, first)) == pays
+    step = governor.cost.seconds(requests, slots, requests)
+    assert governor.least(requests, slots, 0.01 * step) == pytest.approx(min(LIKELY, least + 0.01 * requests))
+    assert governor.least(requests, slots, step) == LIKELY
 
 
 def test_chunks_of_prompts_keep_running_answers_running() -> None:

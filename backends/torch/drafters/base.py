@@ -8,8 +8,6 @@ import numpy as np
 
 from agentspec.types import Draft
 
-MIN_PROBABILITY = 0.02  # nodes less likely than this are not proposed
-
 
 class Drafter:
     """Proposes the next tokens of one answer.
@@ -32,13 +30,16 @@ class Drafter:
 
 
 class SuffixDrafter(Drafter):
-    """Asks the token cache: `draft` of the open cache session, which already knows the context."""
+    """Asks the token cache: `draft` of the open cache session, which already knows the context.
 
-    def __init__(self, draft: Callable[[int, float], Draft | None]) -> None:
-        self._draft = draft
+    `least(len(context))` is the least probability with which a token pays.
+    """
+
+    def __init__(self, draft: Callable[[int, float], Draft | None], least: Callable[[int], float]) -> None:
+        self._draft, self._least = draft, least
 
     def propose(self, context: Sequence[int], budget: int) -> Draft | None:
-        return self._draft(budget, MIN_PROBABILITY)
+        return self._draft(budget, self._least(len(context)))
 
 
 def chain_draft(tokens: Sequence[int], confidence: float | Sequence[float], source: int) -> Draft:

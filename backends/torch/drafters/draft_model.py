@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from agentspec.backends.torch.drafters.base import MIN_PROBABILITY, Drafter, path_draft
+from agentspec.backends.torch.drafters.base import Drafter, path_draft
 from agentspec.backends.torch.drafters.combined import merge
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import synchronize
@@ -122,8 +122,7 @@ class ModelDrafter(Drafter):
             self._cache.commit(len(waiting), ())
             self._known += waiting
             position += 1
-            least = self._least(perf_counter() - started, position)
-            if len(tokens) == budget or chances[-1] < max(least, MIN_PROBABILITY):
+            if len(tokens) == budget or chances[-1] < self._least(perf_counter() - started, position):
                 return path_draft(tokens, chances[1:], Source.MODEL)
             waiting = [token]
 

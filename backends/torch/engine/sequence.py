@@ -37,6 +37,8 @@ from agentspec.types import (
     Usage,
 )
 
+DRAFTING = 5e-6  # seconds that a drafted token takes the cache and the governor, about
+
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
@@ -166,6 +168,11 @@ class EngineContext:
         batch = max(1, self.drawing)
         return self.governor.cost.seconds(batch, batch * context, batch) / batch
 
+    def least(self, context: int) -> float:
+        """The least probability with which a drafted token pays in a step like `token_seconds` has it."""
+        batch = max(1, self.drawing)
+        return self.governor.least(batch, batch * context, DRAFTING)
+
     def speculates(self, request: GenerateRequest) -> bool:
         return request.speculation and self.max_draft_tokens > 0
 
@@ -222,7 +229,7 @@ class Sequence:
 
     def _open_drafter(self) -> Drafter:
         context, request, constraints = self._context, self.request, self.sampler.constraints
-        drafter: Drafter = SuffixDrafter(self._session.draft)
+        drafter: Drafter = SuffixDrafter(self._session.draft, context.least)
         if self._prediction is not None:
             drafter = MergedDrafter(drafter, self._prediction)
         if context.draft_model is not None:
