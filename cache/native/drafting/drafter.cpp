@@ -362,17 +362,14 @@ void Drafter::learn(Lesson lesson) {
 
 /// Learn what waits. Unless `wait`, it goes on waiting while drafts are made.
 void Drafter::take_in(bool wait) {
-    std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock && !wait) return;
-    if (!lock) lock.lock();
-    for (const Lesson& lesson : waiting()) take_in(lesson);
-}
-
-/// What waits no more from now on, the oldest first.
-std::vector<Drafter::Lesson> Drafter::waiting() {
-    const std::lock_guard lock(arriving_);
+    std::unique_lock learning(mutex_, std::defer_lock);
+    std::unique_lock arriving(arriving_, std::defer_lock);
+    if (wait) std::lock(learning, arriving);
+    if (!wait && std::try_lock(learning, arriving) >= 0) return;
+    const std::vector<Lesson> lessons = std::exchange(waiting_, {});
     waiting_bytes_ = 0;
-    return std::exchange(waiting_, {});
+    arriving.unlock();
+    for (const Lesson& lesson : lessons) take_in(lesson);
 }
 
 void Drafter::take_in(const Lesson& lesson) {
@@ -462,8 +459,9 @@ void Drafter::restore(std::span<const double> state) {
     rates.restore(take(state, HitRates::kStateSize));
     for (DepthRates* one : {&depths, &leads}) one->restore(take(state, DepthRates::kStateSize));
     ends.restore(state);
-    const std::unique_lock lock(mutex_);
-    waiting();
+    const std::scoped_lock lock(mutex_, arriving_);
+    waiting_.clear();
+    waiting_bytes_ = 0;
     ++version_;
     rates_ = std::move(rates);
     depths_ = std::move(depths);

@@ -91,7 +91,6 @@ private:
                      std::span<const Token> tokens) const;
     void learn(Lesson lesson);
     void take_in(bool wait);
-    std::vector<Lesson> waiting();
     void take_in(const Lesson& lesson);
 
     std::uint32_t scan_limit_;
