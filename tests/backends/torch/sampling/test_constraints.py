@@ -16,6 +16,17 @@ def left(limits: Constraints, vocab: int = 259) -> set[int]:
     return set(torch.isfinite(limits.apply(torch.zeros(vocab))).nonzero()[:, 0].tolist())
 
 
+def test_a_bad_word_is_barred_at_its_last_token_only() -> None:
+    limits = Constraints(bad_words=((1,), (2, 3), (2, 2, 0)))
+    assert left(limits, 5) == {0, 2, 3, 4}
+    limits.observe(2)
+    assert left(limits, 5) == {0, 2, 4} and not limits.allow(3)
+    limits.observe(2)
+    assert left(limits, 5) == {2, 4}
+    limits.observe(4)
+    assert left(limits, 5) == {0, 2, 3, 4}
+
+
 def test_a_rule_yields_where_nothing_would_be_left(byte_tokens: Any) -> None:
     a, b = byte_tokens.encode("ab")
     grammar = GrammarCompiler(byte_tokens, 259, [END]).compile('start: "a" "b"?', param="p")
