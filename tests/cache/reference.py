@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 DEPTH = 64
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 20, 40)
 RECENCY_BONUS = 1.0
-NEGLIGIBLE = 1e-3
+NEGLIGIBLE = 1e-4
 PRIOR_TRIES, MEMORY = 6.0, 400.0
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0

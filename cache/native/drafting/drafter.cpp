@@ -13,7 +13,7 @@
 namespace agentspec {
 namespace {
 
-constexpr double kNegligible = 1e-3;       // path probability not worth following
+constexpr double kNegligible = 1e-4;       // path probability not worth following
 constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
 constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at once
 constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.delivery import join_deltas, joined
 from agentspec.backends.torch.engine.sequence import EngineRequest
-from agentspec.protocol.token_sources import TokenSource
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 
 
@@ -19,7 +20,8 @@ REQUESTS = [request_of() for _ in range(3)]
 
 def test_a_joined_delta_equals_its_parts() -> None:
     entry = [TokenLogprob(n, str(n), -1.0) for n in range(3)]
-    prompt, sources = Prompt("p", (1,)), tuple(TokenSource(text, None, None, (), 0) for text in "ab")
+    prompt = Prompt("p", (1,))
+    sources: tuple[Any, ...] = ("of a", "of b")
     parts = [
         Delta("a", (1,), (entry[0],), prompt=prompt),
         Delta("", (2, 3), (entry[1],), token_sources=sources[:1]),
