@@ -116,7 +116,7 @@ class Level:
     def cell(self) -> Cell:
         """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
         excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
-        return self.rated, self.length, bucket(self.counts.total(), 6), bucket(len(self.counts), 4), excluded
+        return self.rated, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
 
     def weight(self, token: int) -> float:
         """A token's count, with a bonus for the most recent. Tokens share the level's probability by weight."""

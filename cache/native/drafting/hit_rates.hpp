@@ -51,7 +51,7 @@ public:
     static const std::size_t kStateSize;
 
 private:
-    static constexpr int kTotals = 6, kDistincts = 4, kExcludeds = 5;
+    static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
     static constexpr int kRows = kRatedSources * kLengthCount;  // one of each source and length
     static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
     static constexpr int kGroups = kLengthCount * kExcludeds;  // of a source: what is known before a level is looked at
