@@ -90,13 +90,6 @@ def distance(one: list[float], other: list[float]) -> float:
     return float(np.abs(shares[0] - shares[1]).max())
 
 
-@pytest.fixture
-def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned of a text depends a little on when runs were merged: here none is in the background."""
-    monkeypatch.setattr("agentspec.cache.lifetime.MaintenanceThread._run", lambda self: None)
-
-
-@pytest.mark.usefixtures("unmerged")
 def test_i2_canaries_are_never_drafted_for_another_tenant() -> None:
     shared, alone, mixed = filled(range(CANARIES)), filled(range(0)), next(own_texts())[:30]
     for number in range(0, CANARIES, 5):
@@ -297,6 +290,7 @@ def steady_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentspec.backends.torch.engine.cache_session.DRAFT_SECONDS", 3600.0)
     monkeypatch.setattr(CostModel, "seconds", lambda self, tokens, *_: 1.0 + 0.01 * tokens)
     monkeypatch.setattr(CostModel, "many", lambda self, tokens, *_: 1.0 + 0.01 * np.asarray(tokens))
+    monkeypatch.setattr(CostModel, "observe", lambda self, *_: None)
 
 
 async def seen_by_bob(app: Any) -> list[Answered]:
@@ -311,15 +305,9 @@ async def seen_by_bob(app: Any) -> list[Answered]:
     return answers
 
 
-def tokens_drafted(answered: Answered) -> int:
-    return sum(map(int, re.findall(rb'"drafted":(\d+)', answered.body)))
-
-
 def without_ids(answered: Answered) -> tuple[int, bytes]:
     """What stays the same from call to call: no ids, no times, and not where a stream's text is cut into events."""
-    changing = (
-        rb'"(?:request_)?id":"[^"]*"|"(?:created|drafted)":\d+|"(?:model_seconds|estimated_seconds_saved)":[-0-9.e]+'
-    )
+    changing = rb'"(?:request_)?id":"[^"]*"|"created":\d+|"(?:model_seconds|estimated_seconds_saved)":[-0-9.e]+'
     text = rb'"content":"((?:[^"\\]|\\.)*)"\},"logprobs":null,"finish_reason":null\}\]\}\n\ndata: .*?"content":"'
     body = re.sub(changing, b"", answered.body)
     while body != (body := re.sub(text, rb'"content":"\1', body)):
@@ -328,7 +316,7 @@ def without_ids(answered: Answered) -> tuple[int, bytes]:
 
 
 @pytest.mark.anyio
-@pytest.mark.usefixtures("steady_cost", "unmerged")
+@pytest.mark.usefixtures("steady_cost")
 async def test_i3_a_tenant_sees_nothing_of_another(tmp_path: Path, tiny_model: Path) -> None:
     """Bob gets byte for byte the answers, counts of drafts and errors that he gets where alice never was."""
     async with tiny_app(tmp_path, tiny_model) as together, tiny_app(tmp_path, tiny_model) as alone:
@@ -338,7 +326,6 @@ async def test_i3_a_tenant_sees_nothing_of_another(tmp_path: Path, tiny_model: P
         seen, want = await seen_by_bob(together), await seen_by_bob(alone)
     for one, other in zip(seen, want, strict=True):
         assert without_ids(one) == without_ids(other)
-        assert abs(tokens_drafted(one) - tokens_drafted(other)) <= 1  # the least likely one, by what was learned when
     assert b'"drafted":' in seen[0].body
     for answered in seen:
         shown = answered.body + repr(answered.headers).encode()
