@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import mul
 from time import perf_counter
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ from agentspec.types import Draft, path_length
 READING_ROWS = 312
 """Tokens that take as long to compute as all else in a step: on an H200, 8B in bfloat16, 64 take 7.82 ms, one 6.51."""
 RATE = 0.25  # how fast the goodput is followed
+TOGETHER = 16  # rounds within which requests begin together
+AHEAD = 4  # tokens
+LEAST_SHARE = 1 / 8
 
 _Search = tuple[RequestState, int, DraftJob]
 """For a request, when it had so many tokens."""
@@ -43,6 +47,35 @@ class DraftTurn(NamedTuple):
     limit: int
 
 
+class Goodput:
+    """The tokens that recent rounds gained for the cost of one: a token that is less likely makes a batch slower."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def follow(self, gained: Sequence[int], drafted: int, shares: Sequence[float]) -> None:
+        """A round gained so many tokens for each request, and had verified so many drafted ones in all."""
+        counted = sum(map(mul, gained, shares))
+        self._value += RATE * (counted / (READING_ROWS + len(gained) + drafted) - self._value)
+
+    def least(self, share: float) -> float:
+        """The least probability with which a token pays for a request whose tokens count so much."""
+        return self._value / share
+
+
+def shares(lengths: Sequence[int], rounds: Sequence[int]) -> list[float]:
+    """What a token of each request counts, by the tokens that it has written and the rounds in which it did.
+
+    Requests that began together are waited for together, as a trainer's samples are: the slowest one decides. A token
+    counts half as much for every `AHEAD` tokens that its request is ahead of that one, but at least `LEAST_SHARE`:
+    others may wait for each of them, and likely text is drafted in any case.
+    """
+    if max(rounds) - min(rounds) > TOGETHER:
+        return [1.0] * len(lengths)
+    slowest = min(lengths)
+    return [max(LEAST_SHARE, 0.5 ** ((length - slowest) / AHEAD)) for length in lengths]
+
+
 class ServerDrafter(RecordingDrafter):
     """Drafts chains or trees of tokens for the requests of a server."""
 
@@ -57,14 +90,14 @@ class ServerDrafter(RecordingDrafter):
         on_close: Callable[[bool], None] = lambda hung: None,
     ) -> None:
         """A draft ends where the probability that it is accepted so far falls below `least`, and chains, of which each
-        token costs, where it does so below the goodput of recent rounds: a token less likely than the batch gains for
-        the cost of one makes it slower. `shared` are indexes that every request is drafted from in addition to its own.
+        token costs, where it does so below the `Goodput` of recent rounds. `shared` are indexes that every request is
+        drafted from in addition to its own.
         """
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._thread = ThreadPoolExecutor(1, "agentspec-search")
         self._late: Future[None] = self._thread.submit(lambda: None)
         self._chains, self._least, self._shared = chains, least, shared
-        self._goodput = 0.0  # tokens gained for the cost of one
+        self._goodput = Goodput()
         self._first = 0  # of the rows that are searched for
 
     def record(self, state: RequestState, fresh: Tokens) -> None:
@@ -81,9 +114,7 @@ class ServerDrafter(RecordingDrafter):
         updates: list[OutputUpdate] = []
         try:
             updates = [self._update(turn.state, turn.fresh) for turn in turns]
-            if self._chains:
-                self._follow_goodput(updates)
-            trees = self._search(turns)
+            trees = self._search(turns, self._leasts(updates))
         except Exception as error:
             self._failures.report(error)
             trees = [EMPTY_TREE for _ in turns]
@@ -98,16 +129,22 @@ class ServerDrafter(RecordingDrafter):
         """Follow new tokens, and count those that were drafted."""
         tree, state.tree = state.tree, EMPTY_TREE
         accepted = path_length(*tree, fresh.tolist()) if tree.tokens else 0
+        state.rounds += 1
         return OutputUpdate(state, state.advance(fresh), len(tree.tokens), accepted, state.source)
 
-    def _follow_goodput(self, updates: Sequence[OutputUpdate]) -> None:
-        computed = sum(1 + update.drafted for update in updates)
-        gained = sum(len(update.tokens) for update in updates)
-        self._goodput += RATE * (gained / (READING_ROWS + computed) - self._goodput)
+    def _leasts(self, updates: Sequence[OutputUpdate]) -> list[float]:
+        """For each request the least probability with which a token is drafted."""
+        if not self._chains or not updates:
+            return [self._least] * len(updates)
+        states = [update.state for update in updates]
+        counted = shares([state.output_length for state in states], [state.rounds for state in states])
+        gained = [len(update.tokens) for update in updates]
+        self._goodput.follow(gained, sum(update.drafted for update in updates), counted)
+        return [max(self._least, self._goodput.least(share)) for share in counted]
 
-    def _search(self, turns: Sequence[DraftTurn]) -> list[TokenTree]:
+    def _search(self, turns: Sequence[DraftTurn], leasts: Sequence[float]) -> list[TokenTree]:
         """Search for all rows with one deadline, beginning behind the last row that had time in the round before."""
-        trees, asked, ahead = self._asked(turns)
+        trees, asked, ahead = self._asked(turns, leasts)
         first = self._first % max(1, len(asked))
         asked = asked[first:] + asked[:first]
         deletions, until = Deletions.count, perf_counter() + PATIENCE
@@ -131,11 +168,12 @@ class ServerDrafter(RecordingDrafter):
             self._late = self._thread.submit(self._search_ahead, ahead, deletions)
         return [within(tree, self._vocabulary) for tree in trees]
 
-    def _asked(self, turns: Sequence[DraftTurn]) -> tuple[list[TokenTree], list[tuple[int, DraftJob]], list[_Search]]:
+    def _asked(
+        self, turns: Sequence[DraftTurn], leasts: Sequence[float]
+    ) -> tuple[list[TokenTree], list[tuple[int, DraftJob]], list[_Search]]:
         """What is known to follow, the rows that are searched for, and what the next round may need in addition."""
-        least = max(self._least, self._goodput)
         trees, asked, ahead = list[TokenTree](), list[tuple[int, DraftJob]](), list[_Search]()
-        for row, turn in enumerate(turns):
+        for row, (turn, least) in enumerate(zip(turns, leasts, strict=True)):
             state, limit = turn.state, turn.limit
             predicted = state.from_prediction(limit, least)
             state.source = "prediction" if predicted else "cache"

@@ -107,7 +107,7 @@ class RequestState:
     """A request's state in the server's thread. The recorder sets `cache` when it has opened the cache."""
 
     __slots__ = (
-        "cache finished found group group_key length output_length predicted prompt_length recorded request"
+        "cache finished found group group_key length output_length predicted prompt_length recorded request rounds"
         " source stopped tenant tree"
     ).split()
 
@@ -115,6 +115,7 @@ class RequestState:
         self.length = self.prompt_length = length  # the former of prompt and output
         self.request = request
         self.output_length = 0  # tokens of output
+        self.rounds = 0  # that it took part in
         self.finished = self.stopped = False  # at a stop token or at the length limit; at a stop token
         self.cache: CacheRequest | None = None
         self.recorded = True  # its output goes to the cache

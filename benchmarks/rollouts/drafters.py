@@ -137,20 +137,21 @@ class _LookupSample:
 
 
 class Oracle:
-    """The bound of chains that copy what followed the last token somewhere in the same prompt's texts: it chooses the
-    place by what follows, and drafts nothing else.
+    """The bound of chains that copy what followed the last token somewhere in the same prompt's texts, or `anywhere`:
+    it chooses the place by what follows, and drafts nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, anywhere: bool = False) -> None:
         self._texts: dict[str, SuffixIndex] = {}
+        self._all = SuffixIndex() if anywhere else None
         self._count = 0
 
     def begin(self, rollouts: Rollouts) -> Sample:
-        if rollouts.problem not in self._texts:
-            self._texts[rollouts.problem] = SuffixIndex()
-            self._texts[rollouts.problem].append(0, rollouts.prompt)
         self._count += 1
-        return _OracleSample(self._texts[rollouts.problem], self._count, rollouts.prompt[-DEPTH:])
+        if (known := self._texts.get(rollouts.problem)) is None:
+            known = self._texts[rollouts.problem] = self._all or SuffixIndex()
+            known.append(-self._count, rollouts.prompt)
+        return _OracleSample(known, self._count, rollouts.prompt[-DEPTH:])
 
     def new_policy(self) -> None:
         """Does nothing: all is kept."""

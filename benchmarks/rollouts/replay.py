@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.backends.engine_plugin.drafter import RATE, READING_ROWS
+from agentspec.backends.engine_plugin.drafter import Goodput, shares
 from agentspec.benchmarks.rollouts.drafters import Contender, Sample
 from agentspec.benchmarks.rollouts.recording import Rollouts
 from agentspec.cache.tokens import Tokens
@@ -42,20 +42,15 @@ def milliseconds(tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
 class Plan:
     """How drafts are made: `budget` nodes at most, one chain or a tree, cut at each step by what else runs or not.
 
-    "followed": where a token is less likely than the goodput of recent steps, as in vLLM's first runner; "chosen":
-    for the highest expected goodput of the step, by the local engine's governor. With `last` a token counts the less,
-    the further its sample is ahead of the slowest one, by which the batch ends: half as much after so many tokens.
+    "followed": as in vLLM's first runner, by the `Goodput` of recent steps; "chosen": for the highest expected goodput
+    of the step, by the local engine's governor. With `alike` a token of each sample counts the same, though the batch
+    ends with the slowest one.
     """
 
     budget: int
     chain: bool = False
     cut: Cut = "none"
-    last: float = float("inf")
-
-    def weights(self, running: Sequence[_Running]) -> NDArray[np.float64]:
-        """What a token of each sample counts."""
-        at = np.array([one.at for one in running])
-        return np.asarray(0.5 ** ((at - at.min()) / self.last))
+    alike: bool = False
 
 
 @dataclass(slots=True)
@@ -92,16 +87,6 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class _Goodput:
-    """Tokens gained for the cost of one, in recent steps."""
-
-    value: float = 0.0
-
-    def follow(self, gained: float, computed: int) -> None:
-        self.value += RATE * (gained / (READING_ROWS + computed) - self.value)
-
-
-@dataclass(slots=True)
 class _Running:
     sample: Sample
     text: Tokens
@@ -119,7 +104,7 @@ def replay_epochs(
     batch: int,
 ) -> Iterator[Epoch]:
     """One epoch after another; between them the drafter learns of a new policy. Without a drafter: no drafts."""
-    step, goodput = max(1, batch // size), _Goodput()  # problems that run together
+    step, goodput = max(1, batch // size), Goodput()  # problems that run together
     for number in range(epochs):
         counts = Epoch()
         for first in range(0, len(rollouts), step):
@@ -134,24 +119,23 @@ def replay_epochs(
             drafter.new_policy()
 
 
-def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: _Goodput) -> None:
+def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: Goodput) -> None:
     begun, spent = len(running), 0.0
     while running:
         part = sum(len(running) <= begun * share for share in (0.5, 0.25))
-        weights = plan.weights(running)
-        drafts, gained, counted = _drafts(running, plan, goodput.value, weights), 0, 0.0
-        for one, draft, weight in zip(running, drafts, weights, strict=True):
+        counted = shares([0 if plan.alike else one.at for one in running], [0])
+        drafts, gained = _drafts(running, plan, goodput, counted), list[int]()
+        for one, draft in zip(running, drafts, strict=True):
             right = int(accepted_nodes(draft, one.text[one.at :]).sum())
             fresh = one.text[one.at : one.at + right + 1]
             one.sample.extend(fresh)
             one.at += len(fresh)
-            gained += len(fresh)
-            counted += weight * len(fresh)
+            gained.append(len(fresh))
             if one.at == len(one.text):
                 one.sample.close()
         nodes = sum(map(len, drafts))
-        goodput.follow(counted, len(running) + nodes)
-        counts.tokens[part] += gained
+        goodput.follow(gained, nodes, counted)
+        counts.tokens[part] += sum(gained)
         took = float(milliseconds(len(running) + nodes))
         counts.steps[part] += len(running)
         counts.nodes += nodes
@@ -161,9 +145,9 @@ def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: _Goodpu
     counts.batches.append(spent)
 
 
-def _drafts(running: Sequence[_Running], plan: Plan, goodput: float, weights: NDArray[np.float64]) -> list[Draft]:
+def _drafts(running: Sequence[_Running], plan: Plan, goodput: Goodput, counted: Sequence[float]) -> list[Draft]:
     floor = LEAST if plan.chain else 0.0
-    leasts = [max(floor, goodput / weight) if plan.cut == "followed" else floor for weight in weights]
+    leasts = [max(floor, goodput.least(share)) if plan.cut == "followed" else floor for share in counted]
     drafts = [
         one.sample.draft(plan.budget, least, chain=plan.chain, actual=one.text[one.at :])
         for one, least in zip(running, leasts, strict=True)
@@ -171,8 +155,8 @@ def _drafts(running: Sequence[_Running], plan: Plan, goodput: float, weights: ND
     if plan.cut != "chosen":
         return drafts
     chances = [draft.probabilities.tolist() for draft in drafts]
-    counted = [(weight * draft.probabilities).tolist() for weight, draft in zip(weights, drafts, strict=True)]
-    counts = allocate_budget(counted, weights.sum(), lambda nodes: milliseconds(len(running) + nodes))
+    worth = [(share * draft.probabilities).tolist() for share, draft in zip(counted, drafts, strict=True)]
+    counts = allocate_budget(worth, sum(counted), lambda nodes: milliseconds(len(running) + nodes))
     return [part_of(*cut) for cut in zip(drafts, map(best_nodes, chances, counts), strict=True)]
 
 

@@ -196,3 +196,24 @@ def test_a_large_batch_verifies_likely_tokens_only(
         verified += sum(len(tree.tokens) for tree in drafter.propose(turns))
     assert least <= verified / requests / 10 < most
     drafter.close()
+
+
+@pytest.mark.parametrize(("late", "drafted"), [(0, 1), (40, 0)])
+def test_the_slowest_of_requests_that_began_together_is_drafted_with_less_likely_tokens(
+    cache: SuffixCache, patient: None, late: int, drafted: int
+) -> None:
+    """Known text goes on in five ways. 63 requests write two tokens a round, one writes one; if late, it is alike."""
+    drafter = ServerDrafter(lambda state, prompt: cache.request(prompt), VOCABULARY, chains=True)
+    for end in range(50):
+        answer(drafter, tokens(1), tokens(7, 8, 200 + end % 5, 9))
+    clients = [Client(drafter, tokens(1)) for _ in range(64)]
+    drafter.flush()
+    random = np.random.default_rng(0)
+    for number in range(late + 20):
+        going = clients if number >= late else clients[:-1]
+        drafter.propose(
+            [each.turn(tokens(*random.integers(300, 999, 1 + (each is not clients[-1]))), 0) for each in going]
+        )
+    *trees, slowest = drafter.propose([client.turn(tokens(7, 8), 1) for client in clients])
+    assert len(slowest.tokens) == drafted and not any(tree.tokens for tree in trees)
+    drafter.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,12 +38,17 @@ def replayed(recorded: Rollouts, drafter: Contender | None, plan: Plan, drifts: 
 
 TEXTS = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), min_size=1, max_size=3)
 PLANS = [
-    Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, chain=True, cut="followed", last=2), Plan(4, cut="chosen"),
-    Plan(4, cut="chosen", last=2),
+    Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, chain=True, cut="followed", alike=True),
+    Plan(4, cut="chosen"), Plan(4, cut="chosen", alike=True),
 ]  # fmt: skip
 
 
-@given(TEXTS, st.sampled_from(PLANS), st.sampled_from([Cached, partial(Cached, 1), Lookup, Oracle]), st.booleans())
+@given(
+    TEXTS,
+    st.sampled_from(PLANS),
+    st.sampled_from([Cached, partial(Cached, 1), Lookup, Oracle, partial(Oracle, anywhere=True)]),
+    st.booleans(),
+)
 def test_every_token_is_emitted_once_in_no_more_steps_than_without_drafts(
     texts: list[list[int]], plan: Plan, make: Any, drifts: bool
 ) -> None:
@@ -66,15 +70,16 @@ def test_the_same_text_again_is_drafted_whole_and_the_oracle_knows_where_it_goes
     first, second = replayed(rollouts(text), Cached(), Plan(16))
     assert first.tokens_per_step < second.tokens_per_step == len(text)
     assert [one.steps.total() for one in replayed(rollouts(text), Oracle(), Plan(4))] == [9, 2]
+    assert [one.steps.total() for one in replayed(rollouts(text), Oracle(anywhere=True), Plan(4))] == [9, 2]
 
 
 @pytest.mark.parametrize("plan", [Plan(16, chain=True, cut="followed"), Plan(16, cut="chosen")])
-def test_a_sample_ahead_of_the_slowest_is_drafted_less(plan: Plan) -> None:
-    known, new = list(range(3, 35)), [np.arange(100 * epoch, 100 * epoch + 32, dtype=np.int32) for epoch in (1, 2)]
-    samples = [np.array(known, dtype=np.int32), new[0], np.array(known, dtype=np.int32), new[1]]
+def test_a_batch_ends_sooner_if_the_slowest_samples_are_drafted_most(plan: Plan) -> None:
+    random = np.random.default_rng(0)
+    samples = [random.choice(6, 120, p=(0.5, 0.3, 0.1, 0.05, 0.03, 0.02)).astype(np.int32) for _ in range(128)]
     recorded = Rollouts("p", np.array([1, 2], dtype=np.int32), {1.0: samples})
-    alike, slowest = (replayed(recorded, Cached(), replace(plan, last=last))[1] for last in (math.inf, 2))
-    assert slowest.nodes < alike.nodes and slowest.steps[0] > alike.steps[0]  # together for longer
+    alike, slowest = (replayed(recorded, Cached(), replace(plan, alike=alike))[1] for alike in (True, False))
+    assert sum(slowest.batches) < sum(alike.batches) and slowest.nodes < alike.nodes
 
 
 def test_recording_then_replaying(tiny_model: Path, tmp_path: Path) -> None:
