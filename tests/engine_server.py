@@ -60,8 +60,12 @@ class EngineServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def metric(self, name: str) -> float:
-        """A counter of the server's /metrics, summed over labels; 0 if there is none."""
+    def metrics(self) -> str:
+        """What the server's /metrics says."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=HANG) as answer:
-            lines = answer.read().decode().splitlines()
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        """A counter of these, summed over labels; 0 if there is none."""
+        lines = self.metrics().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

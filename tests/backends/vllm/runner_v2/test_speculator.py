@@ -105,21 +105,6 @@ def test_every_row_of_a_batch_is_served_within_two_steps(runner: Runner, late: L
                 assert runner.drafts[f"{row}"][0] == runner.answers[f"{row}"][length], (row, length)
 
 
-@pytest.mark.parametrize(("requests", "indexes"), [(1, 3), (32, 2)])
-def test_shapes_are_looked_for_where_few_rows_are_searched_for(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, requests: int, indexes: int
-) -> None:
-    for row in range(requests):
-        runner.begin(f"{row}", [900 + row], ANSWER, salt="pepper")
-    asked, search = list[int](), retrieval.find_passages
-    monkeypatch.setattr(
-        retrieval, "find_passages", lambda jobs, *how: asked.extend(len(job[2]) for job in jobs) or search(jobs, *how)
-    )
-    runner.step()
-    assert asked == [indexes] * requests
-    runner.finish(*runner.rows)
-
-
 def test_what_is_known_is_drafted_while_a_search_takes_long(
     runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
