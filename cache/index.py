@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING
 
 from agentspec.errors import ConfigurationError
@@ -74,7 +75,9 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     seconds is what there is of it then: its likeliest part. Raises `InvalidRequestError` for an index given twice or an
     unknown source.
     """
-    return [Draft(*tree) for tree in _native.draft_batch(jobs, patience)]
+    tokens, parents, probabilities, lengths, sources, sizes = _native.draft_batch(jobs, patience)
+    trees = starmap(slice, pairwise(accumulate(sizes, initial=0)))
+    return [Draft(tokens[it], parents[it], probabilities[it], lengths[it], sources[it]) for it in trees]
 
 
 are_tokens = _native.are_tokens

@@ -21,7 +21,6 @@
 #include "drafting/drafter.hpp"
 #include "drafting/passages.hpp"
 #include "index/suffix_index.hpp"
-#include "storage/checksum.hpp"
 #include "unlocked.hpp"
 
 namespace nb = nanobind;
@@ -34,7 +33,6 @@ template <class T>
 using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Output = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-using Counts = std::array<std::uint64_t, 4>;
 using Indexes = std::vector<std::pair<SuffixIndex*, int>>;
 
 template <class T>
@@ -57,66 +55,39 @@ auto unlocked(Call&& call) {
     return call();
 }
 
+/// A method of an index as a function that returns an array.
+template <class Item, class Argument>
+auto arrays_by(std::vector<Item> (SuffixIndex::*method)(Argument) const) {
+    return [method](const SuffixIndex& self, Argument argument) {
+        return array_of(unlocked([&] { return (self.*method)(argument); }));
+    };
+}
+
 std::vector<SourcedIndex> sourced(const Indexes& indexes) {
     std::vector<SourcedIndex> out;
     for (const auto& [index, source] : indexes) out.push_back({index, source});
     return out;
 }
 
-using Arrays = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>>;
+/// The columns of all trees, one tree behind the other, and how many nodes each has.
+using Columns = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>,
+                           std::vector<std::size_t>>;
 
-/// Items `begin` to `end` of an array that Python holds. A fifth of the time of a new array.
-nb::object part(const nb::object& array, std::size_t begin, std::size_t end) {
-    PyObject* found = PySequence_GetSlice(array.ptr(), static_cast<Py_ssize_t>(begin), static_cast<Py_ssize_t>(end));
-    if (found == nullptr) throw nb::python_error();
-    return nb::steal(found);
-}
-
-/// The columns of all trees, one tree behind the other: three of numbers, probabilities, sources.
-class Columns {
-public:
-    explicit Columns(std::span<const DraftTree> trees) {
-        std::size_t nodes = 0;
-        for (const DraftTree& tree : trees) nodes += tree.tokens.size();
-        std::vector<Token> numbers;
-        std::vector<float> probabilities;
-        std::vector<std::uint8_t> sources;
-        numbers.reserve(3 * nodes), probabilities.reserve(nodes), sources.reserve(nodes);
-        for (const DraftTree& tree : trees) {
-            for (const auto* column : {&tree.tokens, &tree.parents, &tree.match_length}) add(numbers, *column);
-            add(probabilities, tree.probabilities);
-            add(sources, tree.sources);
-        }
-        numbers_ = nb::cast(array_of(std::move(numbers)));
-        probabilities_ = nb::cast(array_of(std::move(probabilities)));
-        sources_ = nb::cast(array_of(std::move(sources)));
+Columns columns_of(std::span<const DraftTree> trees) {
+    DraftTree all;
+    std::vector<std::size_t> sizes;
+    const auto add = [](auto& column, const auto& more) { column.insert(column.end(), more.begin(), more.end()); };
+    for (const DraftTree& tree : trees) {
+        add(all.tokens, tree.tokens);
+        add(all.parents, tree.parents);
+        add(all.probabilities, tree.probabilities);
+        add(all.match_length, tree.match_length);
+        add(all.sources, tree.sources);
+        sizes.push_back(tree.tokens.size());
     }
-
-    /// The arrays of the next tree, which has `nodes` nodes.
-    nb::object next(std::size_t nodes) {
-        const std::size_t begin = begin_, end = begin_ += nodes;
-        const auto number = [&](std::size_t column) {
-            return part(numbers_, 3 * begin + column * nodes, 3 * begin + (column + 1) * nodes);
-        };
-        return nb::make_tuple(number(0), number(1), part(probabilities_, begin, end), number(2),
-                              part(sources_, begin, end));
-    }
-
-private:
-    template <class Item>
-    static void add(std::vector<Item>& all, const std::vector<Item>& more) {
-        all.insert(all.end(), more.begin(), more.end());
-    }
-
-    nb::object numbers_, probabilities_, sources_;
-    std::size_t begin_ = 0;  // of the next tree
-};
-
-nb::typed<nb::list, Arrays> arrays_of(std::span<const DraftTree> trees) {
-    Columns columns(trees);
-    nb::list out;
-    for (const DraftTree& tree : trees) out.append(columns.next(tree.tokens.size()));
-    return nb::borrow<nb::typed<nb::list, Arrays>>(out);
+    return {array_of(std::move(all.tokens)),        array_of(std::move(all.parents)),
+            array_of(std::move(all.probabilities)), array_of(std::move(all.match_length)),
+            array_of(std::move(all.sources)),       std::move(sizes)};
 }
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
@@ -129,12 +100,12 @@ Deadline within(std::optional<double> patience) {
     return steady_clock::now() + duration_cast<steady_clock::duration>(seconds);
 }
 
-nb::typed<nb::list, Arrays> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
+Columns drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
     std::vector<DraftJob> jobs;
     for (const auto& [drafter, indexes, context, max_tokens, min_probability, chain] : asked) {
         jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
-    return arrays_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
+    return columns_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
 }
 
 using Search = std::tuple<Passages*, std::optional<const Drafter*>, Indexes, std::vector<Token>>;
@@ -168,14 +139,8 @@ void bind_index(nb::module_& m) {
                 unlocked([&] { self.remove(view(sequences)); });
             },
             "sequences"_a.noconvert())
-        .def(
-            "tokens",
-            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.tokens(id); })); },
-            "sequence"_a)
-        .def(
-            "prefix",
-            [](const SuffixIndex& self, SequenceId id) { return array_of(unlocked([&] { return self.prefix(id); })); },
-            "sequence"_a)
+        .def("tokens", arrays_by(&SuffixIndex::tokens), "sequence"_a)
+        .def("prefix", arrays_by(&SuffixIndex::prefix), "sequence"_a)
         .def("length", &SuffixIndex::length, "sequence"_a, Unlocked())
         .def(
             "common_prefix",
@@ -196,16 +161,11 @@ void bind_index(nb::module_& m) {
         .def_prop_ro("run_count", &SuffixIndex::run_count, Unlocked())
         .def("merge_step", &SuffixIndex::merge_step, Unlocked())
         .def_prop_ro("merging_due", &SuffixIndex::merging_due, Unlocked())
-        .def(
-            "oldest",
-            [](const SuffixIndex& self, std::size_t tokens) {
-                return array_of(unlocked([&] { return self.oldest(tokens); }));
-            },
-            "tokens"_a)
+        .def("oldest", arrays_by(&SuffixIndex::oldest), "tokens"_a)
         .def("work",
              [](const SuffixIndex& self) {
                  const Work work = unlocked([&] { return self.work(); });
-                 return std::tuple(work.appended, work.removed, work.locked, work.longest_hold, work.background);
+                 return std::tuple(work.locked, work.longest_hold);
              })
         .def("memory_bytes", &SuffixIndex::memory_bytes, Unlocked())
         .def("reclaimable_bytes", &SuffixIndex::reclaimable_bytes, Unlocked())
@@ -220,10 +180,10 @@ void bind_index(nb::module_& m) {
             "kept"_a.noconvert())
         .def_static(
             "load",
-            [](int file, std::uint64_t offset, const Counts& counts, const Counts& checksums, bool deferred) {
-                return unlocked([&] { return SuffixIndex::load(file, {offset, counts, checksums}, deferred); });
+            [](int file, std::uint64_t offset, const std::array<std::uint64_t, 4>& counts, bool deferred) {
+                return unlocked([&] { return SuffixIndex::load(file, {offset, counts}, deferred); });
             },
-            "file"_a, "offset"_a, "counts"_a, "checksums"_a, "deferred"_a = false)
+            "file"_a, "offset"_a, "counts"_a, "deferred"_a = false)
         .def("check_integrity", &SuffixIndex::check_integrity, Unlocked());
     nb::class_<IndexView>(m, "IndexView").def(nb::init<const SuffixIndex&>(), "index"_a);  // tests hold one
 }
@@ -296,10 +256,6 @@ void raise_own(const std::exception_ptr& thrown, void*) {
 
 NB_MODULE(_native, m) {
     m.doc() = "The native suffix index and drafter; use them through agentspec.cache.index.";
-    m.def(
-        "checksum",
-        [](const Input<std::uint8_t>& bytes) { return unlocked([&] { return checksum(std::as_bytes(view(bytes))); }); },
-        "bytes"_a.noconvert());
     nb::register_exception_translator(raise_own);
     Released::forget_at_fork();
     m.def("quiesce", [] {

@@ -1,18 +1,21 @@
 """Segments: files with the cached past outputs of one namespace each, derived from the database and immutable.
 
 A file holds, in the byte order of this machine: a head of fixed size, a table of each sequence's metadata, names,
-zeros up to a multiple of 8 bytes, and the parts of the frozen index. Checksums cover all of it. A folder writes them
-atomically, and deletes those that are damaged, or hold what was deleted.
+zeros up to a multiple of 8 bytes, and the parts of the frozen index. Two CRC-32 sums cover all of it: they detect
+damage, not forgery. A folder writes segments atomically, and deletes those that are damaged, or hold what was deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
+import mmap
 import os
 import stat
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,6 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentspec.cache import _native
 from agentspec.cache.deletion import Scope
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.storage.path_lock import PathLock
@@ -36,19 +38,19 @@ from agentspec.errors import (
 )
 from agentspec.types import Namespace
 
-VERSION = 2
+VERSION = 3
 
 _MAGIC = b"AGENTSEG"
 _ORDER = 0x01020304
 _KIND = struct.Struct("=8s2I")  # magic, byte order, version: checked before anything else is read
-_FIXED = struct.Struct("=3q9Q")  # the three of Coverage, offset of the index, four counts, four checksums
+_FIXED = struct.Struct("=3q6Q")  # the three of Coverage, offset of the index, four counts, its checksum
 _SUM = struct.Struct("=Q")  # checksum of everything before the index except this number
 _HEAD_BYTES = _KIND.size + _FIXED.size + _SUM.size
 PartCounts = tuple[int, int, int, int]
 """One number for each of the four parts of a frozen index: sequences, pieces, run, log."""
 
-ITEM_BYTES: PartCounts = (32, 12, 4, 4)
-"""Bytes of one item of each part. The record of a sequence begins with the sequence's number."""
+ITEM_BYTES: PartCounts = (8, 12, 4, 4)
+"""Bytes of one item of each part. The first are the numbers of the sequences."""
 
 _TABLE = np.dtype([("created_at", "f8"), ("end", "i4"), ("session", "i4")])  # session: bytes of its name, or -1
 _NAMES = struct.Struct("=4I")  # lengths in bytes of a namespace's four names
@@ -75,7 +77,7 @@ class Segment:
     coverage: Coverage
     meta: Sequence[SequenceMeta]
     counts: PartCounts
-    checksums: PartCounts
+    checksum: int  # of the index
     offset: int = 0  # of the index in the file
 
     @property
@@ -110,27 +112,18 @@ class Segment:
         cover = self.coverage
         covered = cover.row, cover.rows, cover.newest
         fixed = _KIND.pack(_MAGIC, _ORDER, VERSION)
-        fixed += _FIXED.pack(*covered, _HEAD_BYTES + len(body), *self.counts, *self.checksums)
-        return fixed + _SUM.pack(_checksum(fixed + body)) + body
+        fixed += _FIXED.pack(*covered, _HEAD_BYTES + len(body), *self.counts, self.checksum)
+        return fixed + _SUM.pack(zlib.crc32(fixed + body)) + body
 
 
 def segment_of(
     namespace: Namespace, coverage: Coverage, parts: Sequence[NDArray[Any]], known: Mapping[int, SequenceMeta]
 ) -> Segment:
     """The segment of an index that was frozen to these parts. `known` holds the metadata of all its sequences."""
-    meta = [known[number] for number in _sequence_numbers(parts[0])]
+    meta = [known[number] for number in parts[0].tolist()]
     counts = tuple(part.nbytes // size for part, size in zip(parts, ITEM_BYTES, strict=True))
-    sums = tuple(_checksum(part.view(np.uint8)) for part in parts)
-    return Segment(namespace, coverage, meta, cast(PartCounts, counts), cast(PartCounts, sums))
-
-
-def _sequence_numbers(records: NDArray[np.uint8]) -> list[int]:
-    return cast("list[int]", records.view(np.int64).reshape(-1, ITEM_BYTES[0] // 8)[:, 0].tolist())
-
-
-def _checksum(data: bytes | NDArray[np.uint8]) -> int:
-    """A 64-bit XXH64 checksum: detects damage, not deliberate forgery."""
-    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
+    checksum = functools.reduce(lambda known, part: zlib.crc32(part.data, known), parts, 0)
+    return Segment(namespace, coverage, meta, cast(PartCounts, counts), checksum)
 
 
 def read_segment(file: BinaryIO, key: str) -> Segment:
@@ -147,13 +140,13 @@ def read_segment(file: BinaryIO, key: str) -> Segment:
     if not _HEAD_BYTES <= offset <= size:
         raise CacheDamagedError("it is cut off")
     body = file.read(offset - _HEAD_BYTES)
-    if _checksum(fixed[: -_SUM.size] + body) != _SUM.unpack(fixed[-_SUM.size :])[0]:
+    if zlib.crc32(fixed[: -_SUM.size] + body) != _SUM.unpack(fixed[-_SUM.size :])[0]:
         raise CacheDamagedError("head: checksum")
     namespace, meta = _tables(body, numbers[0])
     if namespace.key != key:
         raise CacheNamespaceError(f"it is of tokenizer {namespace.tokenizer_hash!r} and namespace {namespace.key}")
-    counts, checksums = cast(PartCounts, tuple(numbers[:4])), cast(PartCounts, tuple(numbers[4:]))
-    return Segment(namespace, Coverage(row, rows, newest), meta, counts, checksums, offset)
+    *counts, checksum = numbers
+    return Segment(namespace, Coverage(row, rows, newest), meta, cast(PartCounts, tuple(counts)), checksum, offset)
 
 
 def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]]:
@@ -162,15 +155,17 @@ def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]
     The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if it is not as it was
     frozen, before more is allocated than its size allows, and `CacheError` if the index cannot be mapped.
     """
-    counts, sums = segment.counts, segment.checksums
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as whole:
+        if zlib.crc32(whole[segment.offset :]) != segment.checksum:
+            raise CacheDamagedError("index: checksum")
     try:
-        index = SuffixIndex.load(file.fileno(), segment.offset, counts, sums, deferred=True)
+        index = SuffixIndex.load(file.fileno(), segment.offset, segment.counts, deferred=True)
     except InvalidRequestError as error:
         raise CacheDamagedError(str(error)) from error
     except MemoryError as error:
         raise CacheError("there is no address space left to map it") from error
     file.seek(segment.offset)
-    return index, _sequence_numbers(np.frombuffer(file.read(ITEM_BYTES[0] * counts[0]), dtype=np.uint8))
+    return index, np.frombuffer(file.read(ITEM_BYTES[0] * segment.counts[0]), dtype=np.int64).tolist()
 
 
 def _require_kind(fixed: bytes) -> None:

@@ -22,15 +22,10 @@ class Successors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tokens appended and removed, and positions looked at, sorted or moved for it: `locked` while other changes
-    waited, `longest_hold` in one go, `background` while nobody waited.
-    """
+    """Positions looked at, sorted or moved: `locked` while other changes waited, `longest_hold` in one go of that."""
 
-    appended: int
-    removed: int
     locked: int
     longest_hold: int
-    background: int
 
 
 class NativeIndex(SuffixIndex):

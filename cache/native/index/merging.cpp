@@ -216,7 +216,6 @@ void SuffixIndex::go_on() {
     const bool empty = rest.empty() && size == 0;
     const std::size_t gone = first + second, dropped = gone - (size - merge_->size);
     replace(merge_->place, merge_->place + 1, empty ? nullptr : run, dropped, gone * sizeof(Position));
-    work_.background += gone;
     merge_->size = size;
     merge_->left = std::move(rest);
     merge_->run = run;
@@ -235,7 +234,6 @@ void SuffixIndex::merge(const Snapshot& from, Job job) {
     const auto run = merged(*from.log, old, dropped);
     const Hold hold(*this);
     prepare(old.size());
-    work_.background += size_of(old);
     replace(job.first, job.end, run, dropped, size_of(old, &Run::memory_bytes));
     merging_end_ = 0;
     publish();

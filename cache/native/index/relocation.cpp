@@ -12,19 +12,14 @@ Relocation::Relocation(LogView from, std::span<const Piece> pieces) {
     }
 }
 
-std::optional<Position> Relocation::moved(Position position) const {
-    if (position / kStride >= first_.size()) return {};
-    std::size_t i = first_[position / kStride];
-    while (i < moves_.size() && moves_[i].end <= position) ++i;
-    if (i == moves_.size() || moves_[i].begin > position) return {};
-    return position - moves_[i].begin + moves_[i].to;
-}
-
 Positions Relocation::moved(std::span<const Position> positions) const {
     Positions out;
     out.reserve(positions.size());
     for (const Position position : positions) {
-        if (const auto to = moved(position)) out.push_back(*to);
+        std::size_t i = position / kStride < first_.size() ? first_[position / kStride] : moves_.size();
+        while (i < moves_.size() && moves_[i].end <= position) ++i;
+        if (i == moves_.size() || moves_[i].begin > position) continue;
+        out.push_back(position - moves_[i].begin + moves_[i].to);
     }
     if (out.capacity() > out.size() + out.size() / 8) out.shrink_to_fit();
     return out;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -42,8 +41,6 @@ public:
         }
     }
 
-    /// Where a position is now, if it was moved.
-    std::optional<Position> moved(Position position) const;
     /// Where those of the positions are now that were moved, in their order.
     Positions moved(std::span<const Position> positions) const;
     /// Where the nth of the pieces begins now.

@@ -98,7 +98,6 @@ void SuffixIndex::squeeze() {
     const Hold hold(*this);
     prepare(1);
     if (squeezed) {
-        work_.background += squeezed->present();
         worked(log_->chunk_count());
         std::shared_ptr<TokenLog> log = log_->with_chunk(nth - 1, std::move(squeezed));
         const std::size_t gone = log->discarded() - log_->discarded();

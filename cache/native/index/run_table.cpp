@@ -92,17 +92,9 @@ std::size_t RunTable::memory_bytes() const {
 }
 
 std::uint32_t first_at_least(LogView log, const Position* run, Places within, std::uint64_t key) {
-    std::uint32_t low = within.low, size = within.size();
-    while (size > 0) {
-        const std::uint32_t half = size / 2;
-        if (order_key(log + run[low + half]) < key) {
-            low += half + 1;
-            size -= half + 1;
-        } else {
-            size = half;
-        }
-    }
-    return low;
+    const auto below = [=](Position position) { return order_key(log + position) < key; };
+    const Position* const found = std::partition_point(run + within.low, run + within.high, below);
+    return static_cast<std::uint32_t>(found - run);
 }
 
 }  // namespace agentspec

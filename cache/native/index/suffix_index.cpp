@@ -75,7 +75,6 @@ void SuffixIndex::append(SequenceId id, std::span<const Token> tokens, std::span
             pieces_.push_back({begin, begin, &sequence});
         }
         add(sequence, begin, std::move(runs));
-        work_.appended += tokens.size();
         publish();
         outgrown = unread(retired);  // little, and so not left to merging
     }
@@ -210,7 +209,6 @@ void SuffixIndex::remove(std::span<const SequenceId> sequences) {
                 bury(span);
                 unneeded_ += span.size() + forget_piece(span.begin);
             }
-            work_.removed += found->second.length;
             unlink(found->second);
             sequences_.erase(found);
         }
@@ -250,7 +248,6 @@ std::vector<SuffixIndex::Piece>::iterator SuffixIndex::piece_of(Position positio
 
 /// Make a sequence the most recently used.
 void SuffixIndex::use(Sequence& sequence) {
-    sequence.last_used = ++clock_;
     if (&sequence == newest_) return;
     unlink(sequence);
     sequence.older = newest_;
@@ -301,15 +298,9 @@ std::size_t SuffixIndex::common_prefix(SequenceId sequence, std::span<const Toke
     const LogView log = seen->log->view();
     std::size_t shared = 0;
     for (const Span& span : spans) {
-        const std::size_t end = span.begin + std::min(span.size(), tokens.size() - shared);
-        for (std::size_t at = span.begin; at < end;) {
-            const std::span<const Token> mine = log.stretch(at, end);
-            const auto same = std::mismatch(mine.begin(), mine.end(), tokens.begin() + shared).first - mine.begin();
-            shared += static_cast<std::size_t>(same);
-            at += static_cast<std::size_t>(same);
-            if (same < static_cast<std::ptrdiff_t>(mine.size())) return shared;
+        for (std::size_t at = span.begin; at < span.end; ++at, ++shared) {
+            if (shared == tokens.size() || log[at] != tokens[shared]) return shared;
         }
-        if (end < span.end) break;
     }
     return shared;
 }

@@ -40,27 +40,20 @@ struct Successors {
 
 /// Work of an index since it was made, in positions looked at, moved or searched for.
 struct Work {
-    std::size_t appended = 0;      // tokens
-    std::size_t removed = 0;       // tokens forgotten
     std::size_t locked = 0;        // done while other changes waited
     std::size_t longest_hold = 0;  // the most in one go of that
-    std::size_t background = 0;    // done beside everything else
 };
 
-/// The tables of a saved index, as they lie in its file.
-struct SequenceRecord {
-    SequenceId number;
-    std::int64_t unused, last_used, unused_too;  // 0, but of earlier versions
-};
+/// A piece of a saved index, as it lies in its file.
 struct PieceRecord {
     Position begin, end;
-    std::uint32_t sequence;  // place among the records
+    std::uint32_t sequence;  // place among the sequences
 };
-static_assert(sizeof(SequenceRecord) == 32 && sizeof(PieceRecord) == 12);
+static_assert(sizeof(PieceRecord) == 12);
 
 /// A read-only copy of an index: its pieces in a row, each after a boundary and its context, and one sorted run.
 struct Frozen {
-    std::vector<SequenceRecord> sequences;  // by their first piece
+    std::vector<SequenceId> sequences;      // the least recently used first
     std::vector<PieceRecord> pieces;        // by begin
     Positions run;
     std::vector<Token, PageAllocator<Token>> log;
@@ -69,7 +62,7 @@ struct Frozen {
 /// Where the four parts of a frozen index lie in a file: in a row from byte `offset` to the file's end.
 struct FrozenLayout {
     std::uint64_t offset;
-    std::array<std::uint64_t, 4> counts, checksums;  // of sequences, pieces, run and log
+    std::array<std::uint64_t, 4> counts;  // of sequences, pieces, run and log
 };
 
 class SuffixIndex {
@@ -180,7 +173,6 @@ private:
         SequenceId id;
         std::vector<Span> spans;
         std::size_t length = 0;
-        std::int64_t last_used = 0;
         Sequence *older = nullptr, *newer = nullptr;  // by last use
     };
     struct Piece {
@@ -259,7 +251,7 @@ private:
     std::shared_ptr<StartSet> starts_for(std::size_t pieces) const;
     std::size_t find_starts(std::shared_ptr<StartSet> starts);
     void publish();
-    void take_records(std::span<const SequenceRecord> sequences, std::span<const PieceRecord> pieces);
+    void take_records(std::span<const SequenceId> sequences, std::span<const PieceRecord> pieces);
 
     // Merging, by the thread that holds merging_.
     void settle();
@@ -292,7 +284,6 @@ private:
     std::vector<Piece> pieces_;  // by begin
     std::unordered_map<SequenceId, Sequence> sequences_;
     Sequence *oldest_ = nullptr, *newest_ = nullptr;  // by last use
-    std::int64_t clock_ = 0;
     std::shared_ptr<const Runs> runs_ = std::make_shared<Runs>();
     std::optional<Merge> merge_;  // under merging_
     std::size_t merging_end_ = 0;  // number of the runs at the beginning that a merge is at work on

@@ -121,13 +121,7 @@ void TokenLog::set(std::size_t nth, std::shared_ptr<LogChunk> chunk) {
     if (nth == chunks_.size()) {
         chunks_.emplace_back();
         views_.emplace_back();
-        bytes_ += kOneChunk;
     }
-    if (const LogChunk* old = chunks_[nth].get()) {
-        bytes_ -= old->memory_bytes();
-        if (nth + 1 < chunks_.size()) discarded_ += old->present() - chunk->present();
-    }
-    bytes_ += chunk->memory_bytes();
     views_[nth] = chunk->view().nth(nth);
     chunks_[nth] = std::move(chunk);
 }
@@ -136,10 +130,16 @@ std::size_t TokenLog::capacity() const {
     return chunks_.empty() ? 0 : (chunks_.size() - 1) * kChunk + chunks_.back()->capacity();
 }
 
+std::size_t TokenLog::memory_bytes() const {
+    return sum([](const LogChunk& chunk) { return kOneChunk + chunk.memory_bytes(); });
+}
+
+std::size_t TokenLog::discarded() const {
+    return sum([](const LogChunk& chunk) { return chunk.capacity() - chunk.present(); });
+}
+
 std::size_t TokenLog::mapped_bytes() const {
-    std::size_t total = 0;
-    for (const auto& chunk : chunks_) total += chunk->is_mapped() ? chunk->memory_bytes() : 0;
-    return total;
+    return sum([](const LogChunk& chunk) { return chunk.is_mapped() ? chunk.memory_bytes() : 0; });
 }
 
 void TokenLog::append(std::span<const Token> tokens) {
@@ -148,10 +148,8 @@ void TokenLog::append(std::span<const Token> tokens) {
         const std::size_t nth = size_ / kChunk, offset = size_ % kChunk;
         const std::size_t some = std::min(tokens.size(), kChunk - offset);
         LogChunk& chunk = *chunks_[nth];
-        bytes_ -= chunk.memory_bytes();
         if (offset == 0 && nth > 0) chunk.pad(view() + size_);
         chunk.append(offset, tokens.first(some));
-        bytes_ += chunk.memory_bytes();
         size_ += some;
         tokens = tokens.subspan(some);
     }

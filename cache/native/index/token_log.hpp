@@ -76,7 +76,7 @@ public:
     /// For the thread that appends; readers know how far they may read.
     std::size_t size() const { return size_; }
     /// For that thread, too.
-    std::size_t memory_bytes() const { return bytes_; }
+    std::size_t memory_bytes() const;
     std::size_t mapped_bytes() const;
 
     /// Append tokens, which must fit into the capacity.
@@ -87,19 +87,23 @@ public:
     /// Mark tokens as forgotten.
     void bury(std::size_t begin, std::size_t end);
     /// How many places were taken out.
-    std::size_t discarded() const { return discarded_; }
+    std::size_t discarded() const;
     /// Whether any token is forgotten.
     bool any_dead() const { return __atomic_load_n(&any_dead_, __ATOMIC_ACQUIRE); }
     bool is_dead(std::size_t position) const { return any_dead() && view().is_dead(position); }
 
 private:
     void set(std::size_t nth, std::shared_ptr<LogChunk> chunk);
+    template <class Count>
+    std::size_t sum(Count&& count) const {
+        std::size_t total = 0;
+        for (const auto& chunk : chunks_) total += count(*chunk);
+        return total;
+    }
 
     std::vector<std::shared_ptr<LogChunk>> chunks_;
     std::vector<ChunkView> views_;  // of them
     std::size_t size_ = 0;
-    std::size_t discarded_ = 0;
-    std::size_t bytes_ = 0;  // of all chunks
     bool any_dead_ = false;
 };
 

@@ -10,14 +10,12 @@
 
 #include "index/relocation.hpp"
 #include "index/suffix_index.hpp"
-#include "storage/checksum.hpp"
 
 namespace agentspec {
 namespace {
 
-constexpr std::array<std::uint64_t, 4> kItemBytes = {sizeof(SequenceRecord), sizeof(PieceRecord), sizeof(Position),
+constexpr std::array<std::uint64_t, 4> kItemBytes = {sizeof(SequenceId), sizeof(PieceRecord), sizeof(Position),
                                                      sizeof(Token)};
-constexpr std::array kParts = {"sequences", "pieces", "run", "log"};
 
 void demand(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
@@ -65,7 +63,7 @@ void check_run(std::span<const Position> run, std::span<const PieceRecord> piece
     demand(found == living, "a position of no token, or one twice");
 }
 
-/// The parts of a frozen index in a file that is as long as it should be, and whose checksums hold.
+/// The parts of a frozen index in a file that is as long as it should be.
 struct Parts {
     Parts(int descriptor, const FrozenLayout& layout) {
         const std::uint64_t size = size_of(descriptor);
@@ -75,21 +73,21 @@ struct Parts {
             demand(layout.counts[part] <= std::numeric_limits<Position>::max(), "more than 2^32 items");
             end += layout.counts[part] * kItemBytes[part];
         }
-        demand(layout.offset % alignof(SequenceRecord) == 0 && layout.counts[3] >= kPadding && end == size,
+        demand(layout.offset % alignof(SequenceId) == 0 && layout.counts[3] >= kPadding && end == size,
                "its size is not what its head says");
         const std::size_t log_bytes = layout.counts[3] * sizeof(Token);
         file = std::make_shared<const Mapping>(descriptor, size);
         log_offset = size - log_bytes;
         const std::byte* at = file->data() + layout.offset;
-        sequences = part<SequenceRecord>(layout, 0, at);
-        pieces = part<PieceRecord>(layout, 1, at);
-        run = part<Position>(layout, 2, at);
-        log = part<Token>(layout, 3, at);
+        sequences = part<SequenceId>(layout.counts[0], at);
+        pieces = part<PieceRecord>(layout.counts[1], at);
+        run = part<Position>(layout.counts[2], at);
+        log = part<Token>(layout.counts[3], at);
     }
 
     std::shared_ptr<const Mapping> file;
     std::size_t log_offset;
-    std::span<const SequenceRecord> sequences;
+    std::span<const SequenceId> sequences;
     std::span<const PieceRecord> pieces;
     std::span<const Position> run;
     std::span<const Token> log;
@@ -102,24 +100,12 @@ private:
     }
 
     template <class Item>
-    static std::span<const Item> part(const FrozenLayout& layout, int number, const std::byte*& at) {
-        const std::span items(reinterpret_cast<const Item*>(at), layout.counts[number]);
-        demand(checksum(std::as_bytes(items)) == layout.checksums[number], std::string(kParts[number]) + ": checksum");
+    static std::span<const Item> part(std::uint64_t count, const std::byte*& at) {
+        const std::span items(reinterpret_cast<const Item*>(at), count);
         at += items.size_bytes();
         return items;
     }
 };
-
-/// The positions of a run in the new log, in order.
-Positions moved(const Relocation& relocation, LogView log, const Run& run) {
-    const std::vector<RunPart>& parts = run.parts();
-    Positions all = relocation.moved(parts[0].positions());  // all before the others, if there are others
-    if (parts.size() == 1) return all;
-    Positions rest = relocation.moved(parts[1].positions());
-    if (parts.size() == 3) rest = merge_runs(log, rest, relocation.moved(parts[2].positions()));
-    all.insert(all.end(), rest.begin(), rest.end());
-    return all;
-}
 
 /// A view of tokens that lie in a row.
 std::vector<ChunkView> chunks_of(const Token* tokens, std::size_t size) {
@@ -142,11 +128,14 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
         worked(pieces_.size());
         seen = snapshot_;
         std::unordered_map<const Sequence*, std::uint32_t> places;
+        for (const Sequence* one = oldest_; one; one = one->newer) {
+            if (!wanted.contains(one->id)) continue;
+            places.emplace(one, static_cast<std::uint32_t>(places.size()));
+            frozen.sequences.push_back(one->id);
+        }
         for (const Piece& piece : pieces_) {
-            const Sequence* one = piece.sequence;
-            if (!one || !wanted.contains(one->id)) continue;
-            const auto [found, fresh] = places.try_emplace(one, static_cast<std::uint32_t>(places.size()));
-            if (fresh) frozen.sequences.push_back({one->id, 0, one->last_used, 0});
+            const auto found = places.find(piece.sequence);
+            if (found == places.end()) continue;
             frozen.pieces.push_back({0, piece.end - piece.begin, found->second});
             pieces.push_back({piece.begin, piece.end});
         }
@@ -163,7 +152,9 @@ Frozen SuffixIndex::freeze(std::span<const SequenceId> kept) const {
     const std::vector<ChunkView> chunks = chunks_of(frozen.log.data(), frozen.log.size());
     const LogView log(chunks.data());
     for (auto run = seen->runs->rbegin(); run != seen->runs->rend(); ++run) {
-        frozen.run = merge_runs(log, moved(relocation, log, **run), frozen.run);
+        for (auto part = (*run)->parts().rbegin(); part != (*run)->parts().rend(); ++part) {  // what is merged last
+            frozen.run = merge_runs(log, relocation.moved(part->positions()), frozen.run);
+        }
     }
     return frozen;
 }
@@ -188,34 +179,24 @@ std::unique_ptr<SuffixIndex> SuffixIndex::load(int file, const FrozenLayout& lay
     return index;
 }
 
-void SuffixIndex::take_records(std::span<const SequenceRecord> records, std::span<const PieceRecord> pieces) {
+void SuffixIndex::take_records(std::span<const SequenceId> numbers, std::span<const PieceRecord> pieces) {
     std::vector<Sequence*> taken;
-    sequences_.reserve(records.size());
-    constexpr std::int64_t kMost = std::int64_t{1} << 62;  // counted up from, never beyond
-    for (const SequenceRecord& record : records) {
-        demand(record.last_used >= 0 && record.last_used < kMost, "an impossible time of use");
-        Sequence& sequence = sequences_[record.number];
-        sequence.id = record.number;
-        sequence.last_used = record.last_used;
-        taken.push_back(&sequence);
+    sequences_.reserve(numbers.size());
+    for (const SequenceId number : numbers) {
+        const auto [found, fresh] = sequences_.try_emplace(number);
+        demand(fresh, "a sequence twice");
+        found->second.id = number;
+        use(found->second);
+        taken.push_back(&found->second);
     }
-    demand(sequences_.size() == records.size(), "a sequence twice");
     pieces_.reserve(pieces.size());
     for (const PieceRecord& piece : pieces) {
-        demand(piece.sequence < records.size(), "a piece of no sequence");
+        demand(piece.sequence < taken.size(), "a piece of no sequence");
         taken[piece.sequence]->spans.push_back({piece.begin, piece.end});
         taken[piece.sequence]->length += piece.end - piece.begin;
         pieces_.push_back({piece.begin, piece.end, taken[piece.sequence]});
     }
     for (const Sequence* sequence : taken) demand(!sequence->spans.empty(), "a sequence without a place");
-    std::sort(taken.begin(), taken.end(),
-              [](const Sequence* a, const Sequence* b) { return a->last_used < b->last_used; });
-    for (Sequence* sequence : taken) {
-        const std::int64_t last_used = sequence->last_used;
-        use(*sequence);
-        sequence->last_used = last_used;
-        clock_ = last_used;
-    }
 }
 
 }  // namespace agentspec

@@ -23,7 +23,6 @@
 #include "drafting/draft_batch.hpp"
 #include "drafting/drafter.hpp"
 #include "index/suffix_index.hpp"
-#include "storage/checksum.hpp"
 
 using namespace agentspec;
 
@@ -105,11 +104,9 @@ std::unique_ptr<SuffixIndex> reloaded(const SuffixIndex& index, const std::vecto
     const Frozen frozen = index.freeze(kept);
     std::FILE* file = std::tmpfile();
     require(file != nullptr, "no temporary file");
-    FrozenLayout layout{0, {frozen.sequences.size(), frozen.pieces.size(), frozen.run.size(), frozen.log.size()}, {}};
-    int part = 0;
+    const FrozenLayout layout{0, {frozen.sequences.size(), frozen.pieces.size(), frozen.run.size(), frozen.log.size()}};
     const auto write = [&](const auto* items, std::size_t count) {
         const auto bytes = std::as_bytes(std::span(items, count));
-        layout.checksums[part++] = checksum(bytes);
         require(bytes.empty() || std::fwrite(bytes.data(), bytes.size(), 1, file) == 1, "nothing written");
     };
     write(frozen.sequences.data(), frozen.sequences.size());

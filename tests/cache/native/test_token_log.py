@@ -97,7 +97,7 @@ def test_a_mapped_log_is_copied_by_chunks(tmp_path: Path) -> None:
     path = tmp_path / "index"
     path.write_bytes(b"".join(part.tobytes() for part in parts))
     with path.open("rb") as file:
-        index = SuffixIndex.load(file.fileno(), 0, head.counts, head.checksums, deferred=True)
+        index = SuffixIndex.load(file.fileno(), 0, head.counts, deferred=True)
     full, mapped, text = index.memory_bytes(), index.mapped_bytes(), index.tokens(1499)
     index.append(1500, text)
     assert index.memory_bytes() <= full + ROOM

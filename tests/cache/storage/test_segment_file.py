@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.cache import _native
 from agentspec.cache.index import SuffixIndex
 from agentspec.cache.storage.codec import decode
 from agentspec.cache.storage.segments import Coverage, Segment, load_index, read_segment, segment_of
@@ -34,7 +33,7 @@ from agentspec.types import Namespace, Source
 from tests.cache.native_index import NativeDrafter, NativeIndex
 
 SPACE = Namespace("tenant", "model", "tokenizer", "template")
-_FIXED = 8 + 8 + 12 * 8  # bytes before the checksum of the head
+_FIXED = 8 + 8 + 9 * 8  # bytes before the checksum of the head
 
 
 def text(seed: int, length: int, vocabulary: int = 50) -> Tokens:
@@ -63,19 +62,11 @@ def opened(data: bytes, space: Namespace = SPACE) -> tuple[Segment, SuffixIndex,
         return segment, *load_index(file, segment)
 
 
-def checksum(data: bytes) -> int:
-    return _native.checksum(np.frombuffer(data, dtype=np.uint8))
-
-
 def sealed(data: bytes) -> bytes:
     """With the checksums that a forger would put in."""
-    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
-    sums, at = [], min(offset, len(data))
-    for count, size in zip(counts, (32, 12, 4, 4), strict=True):
-        sums.append(checksum(data[at : at + min(count * size, len(data))]))
-        at += min(count * size, len(data))
-    fixed = data[: 16 + 8 * 8] + struct.pack("=4Q", *sums)
-    return fixed + struct.pack("=Q", checksum(fixed + data[_FIXED + 8 : offset])) + data[_FIXED + 8 :]
+    (offset,) = struct.unpack_from("=Q", data, 40)
+    fixed = data[: 16 + 8 * 8] + struct.pack("=Q", zlib.crc32(data[offset:]))
+    return fixed + struct.pack("=Q", zlib.crc32(fixed + data[_FIXED + 8 : offset])) + data[_FIXED + 8 :]
 
 
 @given(
@@ -142,8 +133,8 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
     """With another 32-bit number in a part of the index, and checksums that hold."""
-    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
-    sizes = (32, 12, 4, 4)
+    _, _, _, offset, *counts = struct.unpack_from("=3q5Q", data, 16)
+    sizes = (8, 12, 4, 4)
     at = offset + sum(count * size for count, size in zip(counts[:part], sizes[:part], strict=True))
     at += item % counts[part] * sizes[part] + 4 * field
     return sealed(data[:at] + struct.pack("=I", value) + data[at + 4 :])
@@ -166,8 +157,6 @@ def patched(data: bytes, part: int, item: int, field: int, value: int) -> bytes:
         ((1, 0, 2, 99), "no sequence"),
         ((1, 0, 2, 1), "without a place"),
         ((0, 1, 0, 0), "twice"),
-        ((0, 1, 5, 2**31), "impossible time"),
-        ((0, 1, 5, 2**31 - 1), "impossible time"),
     ],
 )
 def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
@@ -179,8 +168,8 @@ def test_forged_indexes(change: tuple[int, int, int, int], reason: str) -> None:
 
 def with_run(data: bytes, run: np.ndarray) -> bytes:
     """With another run, and checksums that hold."""
-    _, _, _, offset, *counts = struct.unpack_from("=3q9Q", data, 16)[:8]
-    at = offset + counts[0] * 32 + counts[1] * 12
+    _, _, _, offset, *counts = struct.unpack_from("=3q5Q", data, 16)
+    at = offset + counts[0] * 8 + counts[1] * 12
     return sealed(data[:at] + run.astype(np.uint32).tobytes() + data[at + 4 * counts[2] :])
 
 
@@ -225,8 +214,8 @@ def test_three_distinct_refusals() -> None:
     data = packed(*an_index())
     with pytest.raises(CacheNamespaceError, match="'tokenizer'"):
         opened(data, Namespace("tenant", "model", "another", "template"))
-    with pytest.raises(CacheVersionError, match="version 3, not 2"):
-        opened(data[:12] + struct.pack("=I", 3) + data[16:])
+    with pytest.raises(CacheVersionError, match="version 2, not 3"):
+        opened(data[:12] + struct.pack("=I", 2) + data[16:])
     with pytest.raises(CacheVersionError, match="byte order"):
         opened(data[:8] + data[8:12][::-1] + data[12:])
     with pytest.raises(CacheDamagedError, match="no segment"):
