@@ -253,8 +253,3 @@ class HybridSpeculator(PassageSpeculator):
             (verified if used and request.drafted else others).append((request, tokens))
         retriever.advance(others)
         retriever.advance(verified, drafted)
-
-
-def stays_exact(speculator: Any) -> str:
-    """Why rows of this speculator of vLLM's cannot be overwritten; an empty string if they can be."""
-    return "its drafts are watermarked" if getattr(speculator, "draft_watermarker", None) is not None else ""

@@ -133,13 +133,14 @@ def join_models() -> None:
 
 def join_model(made: Any, vllm_config: Any, req_states: Any) -> Any:
     """Have a speculator of vLLM's draft from our cache too; leaves it alone, and says so, where that is not exact."""
-    from agentspec.backends.vllm.runner_v2.hybrid import HybridSpeculator, stays_exact
+    from agentspec.backends.vllm.runner_v2.hybrid import HybridSpeculator
 
-    reason = stays_exact(made)
-    if not reason and vllm_config.parallel_config.prefill_context_parallel_size > 1:
-        reason = "prefill context parallelism"
-    if reason:
-        logger.warning("agentspec leaves vLLM's %s alone: %s", type(made).__name__, reason)
+    reasons = {
+        "its drafts are watermarked": getattr(made, "draft_watermarker", None) is not None,
+        "prefill context parallelism": vllm_config.parallel_config.prefill_context_parallel_size > 1,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        logger.warning("agentspec leaves vLLM's %s alone: %s", type(made).__name__, ", ".join(found))
         return made
     listen_to_scheduler()
     members = {"open_retriever": staticmethod(open_retriever)}
@@ -161,18 +162,15 @@ class _Maker:
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
             logger.warning("agentspec leaves Model Runner V2 alone: it does not draft with prefill context parallelism")
             return self._theirs(vllm_config, device, req_states)
+        from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
+
         listen_to_scheduler()
-        speculator = speculator_class(self._theirs)(vllm_config, device, req_states)
+        members = {"open_retriever": staticmethod(open_retriever)}
+        ours: Any = type("PassageSpeculator", (PassageSpeculator, self._theirs), members)
+        speculator = ours(vllm_config, device, req_states)
         speculator.seeded = verify_strictly(vllm_config)
         close_at_exit(speculator.close)
         return speculator
-
-
-def speculator_class(theirs: type) -> type:
-    """Our speculator as a subclass of vLLM's."""
-    from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
-
-    return type("PassageSpeculator", (PassageSpeculator, theirs), {"open_retriever": staticmethod(open_retriever)})
 
 
 def open_retriever(config: Any, shape: PassageShape) -> Any:

@@ -122,6 +122,7 @@ class Runner:
         self.drafts: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.steps = 0
+        self.verified = DRAFTED  # of the drafted tokens
 
     def begin(self, identity: str, prompt: Sequence[int], answer: Sequence[int], done: int = 0, **more: Any) -> None:
         """Begin a request, or resume it after `done` tokens of its answer."""
@@ -156,9 +157,10 @@ class Runner:
         batch.idx_mapping_np = rows.numpy()
         verified = torch.tensor([len(self.drafts[identity]) for identity in identities])
         rejected = (verified + 1 - counts).clamp(min=0)
-        drafts = self.speculator.propose(batch, None, None, None, None, counts, rejected, None)
+        some = {} if self.verified == DRAFTED else {"num_speculative_tokens": self.verified}
+        drafts = self.speculator.propose(batch, None, None, None, None, counts, rejected, None, **some)
         for identity, draft in zip(identities, drafts.tolist(), strict=True):
-            self.drafts[identity] = draft
+            self.drafts[identity] = draft[: self.verified]
         if settle:
             self.settle()
 

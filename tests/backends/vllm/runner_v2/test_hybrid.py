@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from agentspec.backends.vllm.runner_v2 import plugin
-from agentspec.backends.vllm.runner_v2.hybrid import stays_exact
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.backends.vllm.runner_v2.verification import strict_rejection
@@ -206,8 +205,8 @@ def test_all_ranks_verify_the_first_ranks_drafts_and_a_dummy_run_is_the_models(
         assert source == 0 and sent in ([runner.drafts["a"]], [[-1] * DRAFTED])
 
 
-def test_what_would_not_be_exact_is_left_alone() -> None:
+def test_a_model_whose_drafts_are_watermarked_drafts_alone() -> None:
     made: Any = DraftModelSpeculator(1, True)
-    assert stays_exact(made) == ""
     made.draft_watermarker = object()
-    assert "watermark" in stays_exact(made)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1))
+    assert plugin.join_model(made, config, made.states) is made and not hasattr(made, plugin.BESIDE)

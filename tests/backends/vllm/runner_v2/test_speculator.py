@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
@@ -103,6 +104,16 @@ def test_every_row_of_a_batch_is_served_within_two_steps(runner: Runner, late: L
                 begun[row] = step
             if step >= begun[row] + 2 and jump != length < len(runner.answers[f"{row}"]):
                 assert runner.drafts[f"{row}"][0] == runner.answers[f"{row}"][length], (row, length)
+
+
+def test_what_vllm_does_not_verify_in_a_large_batch_does_not_count(runner: Runner, late: Late) -> None:
+    """vLLM's schedule may have fewer tokens verified than are drafted."""
+    learn(runner, late)
+    runner.verified, kinds = 2, ("draft_tokens", "accepted_tokens")
+    before = [metric(kind, "cache", "default")._value.get() for kind in kinds]
+    steps = learn(runner, late)
+    drafted, accepted = (metric(kind, "cache", "default")._value.get() for kind in kinds)
+    assert (drafted - before[0], accepted - before[1]) == (2 * (steps - 1), len(ANSWER) - steps)
 
 
 def test_what_is_known_is_drafted_while_a_search_takes_long(
