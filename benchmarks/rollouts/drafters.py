@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -185,4 +185,3 @@ def a_chain(tokens: Tokens) -> Draft:
 
 
 Make = Callable[[], Contender]
-Rows = Sequence[tuple[str, Make]]
