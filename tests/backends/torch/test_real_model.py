@@ -13,7 +13,7 @@ from agentspec.backends.model_store import ModelFiles
 from agentspec.backends.settings import TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.exactness import ExactnessCase, check_exactness
-from agentspec.backends.torch.model.layers import PackedLinear
+from agentspec.backends.torch.model.layers import HalfLinear
 from agentspec.cache import SuffixCache
 from agentspec.recordings.prompt_sets import load_prompts
 from agentspec.types import Delta, GenerateRequest, SamplingParams, StructuredOutputs
@@ -38,7 +38,7 @@ async def answer(backend: TorchBackend, prompt: str, sampling: SamplingParams, *
 
 async def test_the_model_is_packed_and_knows_its_end(backend: TorchBackend) -> None:
     target = backend.target
-    assert sum(isinstance(module, PackedLinear) for module in target.module.modules()) == 211
+    assert sum(isinstance(module, HalfLinear) for module in target.module.modules()) == 211
     assert target.attention == "agentspec_grouped" and target.dtype == torch.float32
     short = SamplingParams(temperature=0.0, max_tokens=40)
     text, last = await answer(backend, "What is the capital of France? Answer in one sentence.", short)

@@ -1,4 +1,4 @@
-"""Triton's kernels compute what plain torch and the models' own code do: on a CUDA device and by its interpreter."""
+"""Kernels of Triton and layers of ours compute what plain torch and the models' own code do, on a GPU and a CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
+from agentspec.backends.torch.model.layers import HalfLinear
 from agentspec.backends.torch.model.replacements import Float32Head, FusedNorm, replace_layers, restore_layers
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
@@ -159,6 +160,24 @@ def test_logits_are_float32_and_exact_and_a_gpu_reads_the_weight_as_it_is(dtype:
         layer.to(dtype)
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@not_interpreted
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_a_cpu_keeps_weights_in_16_bits_where_that_loses_nothing(dtype: torch.dtype, bias: bool) -> None:
+    layer = nn.Linear(96, 160, bias=bias)
+    layer.weight.copy_((layer.weight * torch.logspace(0, -4, 160)[:, None]).to(dtype))
+    weight, block = layer.weight.clone(), nn.ModuleList([layer])
+    assert replace_layers(block)
+    assert isinstance(block[0], HalfLinear) is (dtype != torch.float32)
+    for x in (torch.randn(1, rows, 96) for rows in (1, 2, 7, 32, 130)):
+        exact = nn.functional.linear(x.double(), weight.double(), layer.bias.double() if bias else None)
+        torch.testing.assert_close(block[0](x).double(), exact, rtol=1e-5, atol=1e-6)
+    restore_layers(block)
+    restored: Any = block[0]
+    assert torch.equal(restored.weight, weight) and (not bias or torch.equal(restored.bias, layer.bias))
 
 
 @not_interpreted
