@@ -103,10 +103,9 @@ def _has(what: str, requirements: Sequence[Requirement]) -> bool:
 
 
 def _log_as_vllm_does() -> None:
-    ours, theirs = logging.getLogger("agentspec"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
-        ours.setLevel(theirs.level)
+    """Have vLLM's handlers take our records: an engine in a program's own process gets them after its plug-ins."""
+    if not (ours := logging.getLogger("agentspec")).handlers:
+        ours.parent = logging.getLogger("vllm")
 
 
 def _accept_without_arctic() -> None:

@@ -182,9 +182,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(modules["vllm"], "__path__", [str(tmp_path / "source")], raising=False)
     monkeypatch.setattr(plugin, "version", lambda name: "0.99.1")
     ours = logging.getLogger("agentspec")
-    kept = ours.handlers, ours.propagate, ours.level
+    parent = ours.parent
     yield modules
-    ours.handlers, ours.propagate, ours.level = kept
+    ours.parent = parent
 
 
 def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) -> None:
@@ -194,6 +194,17 @@ def test_ours_takes_the_place_of_the_suffix_method(vllm: dict[str, ModuleType]) 
     for name in ("vllm.v1.spec_decode.suffix_decoding", "vllm.v1.worker.gpu_model_runner"):
         assert vllm[name].SuffixDecodingProposer is SuffixDecodingProposer
     assert vllm[NGRAM].NgramGPUSpeculator is not Speculator
+
+
+def test_our_records_go_to_handlers_that_vllm_sets_after_its_plug_ins(vllm: dict[str, ModuleType]) -> None:
+    plugin.install()
+    theirs, said = logging.getLogger("vllm"), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    theirs.addHandler(handler)
+    logging.getLogger(plugin.__name__).warning("drafts")
+    theirs.removeHandler(handler)
+    assert [record.msg for record in said] == ["drafts"]
 
 
 def test_new_requests_carry_their_salt(vllm: dict[str, ModuleType]) -> None:
