@@ -1,0 +1,54 @@
+"""Rollouts of a trainer that runs vLLM in its own processes, in both model runners."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentspec.benchmarks.vllm.engine import FIXED
+from tests.backends.vllm.test_server import ENVIRONMENT, RUNNERS
+from tests.engine_server import HANG
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long,
+    pytest.mark.timeout(HANG),
+    pytest.mark.skipif(ENVIRONMENT is None, reason="no vLLM: run .ci/vllm-env, or set AGENTSPEC_VLLM_ENV"),
+]
+
+
+def samples(model: Path, folder: Path, ranks: int, runner: str, drafts: bool) -> list[dict[str, Any]]:
+    """What each rank has to say."""
+    assert ENVIRONMENT is not None
+    variables, speculative = RUNNERS[runner]
+    given = {name: value for name, value in os.environ.items() if not name.startswith("AGENTSPEC_")}
+    given |= {**FIXED, **variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    given |= {"AGENTSPEC_VLLM_SPECULATIVE_CONFIG": json.dumps(speculative)} if drafts else {}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    command = [ENVIRONMENT / "bin" / "python", Path(__file__).with_name("rollouts_in_vllm.py"), model, str(ranks)]
+    running, outputs = [], [folder / f"{runner}-{drafts}-{rank}" for rank in range(ranks)]
+    for rank, out in enumerate(outputs):
+        with out.with_suffix(".log").open("wb") as log:
+            of_rank = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            running.append(subprocess.Popen([*command, out], env=of_rank, stdout=log, stderr=log))
+    for process, out in zip(running, outputs, strict=True):
+        assert process.wait(HANG) == 0, out.with_suffix(".log").read_text(errors="replace")[-3000:]
+    logs = [out.with_suffix(".log").read_text(errors="replace") for out in outputs]
+    assert sum("agentspec drafts for this server" in log for log in logs) == drafts, "the first rank drafts for all"
+    return [json.loads(out.read_text()) for out in outputs]
+
+
+@pytest.mark.parametrize(("runner", "ranks"), [("first", 2), ("V2", 1)])
+def test_samples_stay_the_same_on_all_ranks_while_drafts_come_from_earlier_ones(
+    served_model: Path, tmp_path: Path, runner: str, ranks: int
+) -> None:
+    (plain, *_), drafted = (samples(served_model, tmp_path, ranks, runner, drafts) for drafts in (False, True))
+    assert plain["accepted"] == 0 and all(rank["rounds"] == plain["rounds"] for rank in drafted)
+    assert all(rank["accepted"] > 30 for rank in drafted)
