@@ -9,13 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agentspec.cache.deletion import Scope, Selection, pause_between_looks, select
-from agentspec.cache.index import IndexDrafter
 from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
@@ -200,11 +198,8 @@ def covered(partition: Partition, scope: Scope) -> list[int]:
 def forget_sequences(partition: Partition, sequences: Iterable[int]) -> None:
     """Delete sequences, and from the learned state the end tokens that no other sequence has."""
     partition.remove(list(sequences))
-    state, cells = partition.drafter.state(), _cell_count()
-    ends = state[cells:].reshape(-1, 3)
-    known = np.isin(ends[:, 0], [meta.end for _, meta in partition.known()])
-    if not known.all():
-        partition.drafter.restore(np.concatenate((state[:cells], ends[known].ravel())))
+    known = {meta.end for _, meta in partition.known()}
+    partition.drafter.keep_ends(np.array(sorted(known), dtype=np.int32))
 
 
 def _selected(partition: Partition, selection: Selection) -> list[int]:
@@ -217,8 +212,3 @@ def _text_of(partition: Partition, sequence: int) -> Tokens:
     with contextlib.suppress(KeyError):
         return np.concatenate((partition.shared.prefix(sequence), partition.shared.tokens(sequence)))
     return EMPTY
-
-
-@cache
-def _cell_count() -> int:
-    return len(IndexDrafter().state())

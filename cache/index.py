@@ -43,7 +43,7 @@ one holds the tokens before it, which are matched, never counted or drafted. Que
 and drafting waits for no change. Changes take work in proportion to their tokens; larger merges follow before they
 return or, if `deferred`, when `merge_step` is called, until `merging_due` is false. `oldest(tokens)` are the least
 recently used sequences that together hold so many tokens. `memory_bytes`, and of them `reclaimable_bytes`, which
-merging gives back, take constant time.
+merging gives back, take a step for every 65,536 tokens.
 
 New tokens join the newest sorted run up to `tail` tokens, and others are at least `ratio` times as large as the next;
 both change the speed only. `capacity` positions are handed out in all: one for each token, and a few for each sequence.
@@ -55,8 +55,8 @@ IndexDrafter = _native.Drafter
 """Makes calibrated draft trees from matches of all lengths and indexes, and learns how reliable each kind is.
 
 `observe(indexes, context, tokens)` learns that the tokens followed the context, before any index gets them;
-`observe_end(token)` that an output ended so; `restore` loads the numbers that `state` returned. If a sorted run holds
-more than `scan_limit` new matches, the drafter looks at an even sample of them. `propose_batch` makes the drafts.
+`observe_end(token)` that an output ended so; `keep_ends(tokens)` forgets all other tokens that did. If a sorted run
+holds more than `scan_limit` new matches, the drafter looks at an even sample of them. `propose_batch` makes the drafts.
 """
 
 Sourced = tuple[SuffixIndex, int]

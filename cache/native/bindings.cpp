@@ -198,11 +198,11 @@ void bind_drafter(nb::module_& m) {
             },
             "indexes"_a, "context"_a.noconvert(), "tokens"_a.noconvert())
         .def("observe_end", &Drafter::observe_end, "token"_a, nb::call_guard<Released>())
-        .def("state", [](const Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
         .def(
-            "restore", [](Drafter& self, const Input<double>& state) { unlocked([&] { self.restore(view(state)); }); },
-            "state"_a.noconvert())
-        .def_prop_ro("version", &Drafter::version)
+            "keep_ends",
+            [](Drafter& self, const Input<Token>& tokens) { unlocked([&] { self.keep_ends(view(tokens)); }); },
+            "tokens"_a.noconvert())
+        .def("ends", [](const Drafter& self) { return array_of(unlocked([&] { return self.ends(); })); })
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one
     m.def(

@@ -108,7 +108,7 @@ def letters(ids: Sequence[int]) -> str:
 def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
     """The draft after a context, by a drafter that has learned nothing."""
     with cache.request(context, namespace=tenant, session="probe", store=False) as request:
-        request.drafter.restore(IndexDrafter().state())
+        request.partition.drafter = IndexDrafter()
         draft = request.draft(16)
     columns = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
     return [column.tolist() for column in columns]
@@ -143,10 +143,9 @@ def assert_equal_drafts(cache: SuffixCache, left: list[Turn]) -> None:
 
 def assert_ends_are_known(cache: SuffixCache, left: list[Turn]) -> None:
     """The learned tables keep no token that only forgotten outputs ended with."""
-    cells = len(IndexDrafter().state())
     for tenant in "ab":
         with cache.request([9], namespace=tenant, store=False) as request:
-            ended = set(request.drafter.state()[cells::3].tolist())
+            ended = set(request.drafter.ends().tolist())
         assert ended == {turn.output[-1] for turn in left if turn.tenant == tenant}
 
 

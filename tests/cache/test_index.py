@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from agentspec.cache import _native
 from agentspec.cache.index import IndexDrafter, SuffixIndex, propose_batch
 from agentspec.cache.tokens import EMPTY
-from agentspec.errors import CacheFormatError, InvalidRequestError
+from agentspec.errors import InvalidRequestError
 from agentspec.types import Draft, Source
 from tests.cache.native_index import NativeDrafter, NativeIndex, work
 
@@ -152,32 +152,6 @@ def accepted_path(draft: Draft, truth: list[int]) -> list[int]:
     return path
 
 
-def test_learned_state_round_trips() -> None:
-    index, drafter = index_of([1, 2, 3] * 50), NativeDrafter()
-    drafter.observe([(index, Source.SESSION)], [1, 2], [3, 1, 1, 1])
-    drafter.observe_end(3)
-    copy = NativeDrafter()
-    copy.restore(drafter.state())
-    one, two = (d.draft([(index, Source.SESSION)], [1, 2], 8) for d in (drafter, copy))
-    np.testing.assert_array_equal(one.probabilities, two.probabilities)
-    for damaged in (np.zeros(3), np.full_like(drafter.state(), np.nan), drafter.state()[:-1], -drafter.state()):
-        with pytest.raises(CacheFormatError):
-            copy.restore(damaged)
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_no_part_of_a_learned_state_takes_what_is_not_finite(value: float) -> None:
-    drafter = NativeDrafter()
-    drafter.observe_end(3)
-    state = drafter.state()
-    for at in (*range(0, len(state), 101), *range(len(state) - 3, len(state))):  # the last three: of the end token
-        broken = state.copy()
-        broken[at] = value
-        with pytest.raises(CacheFormatError):
-            drafter.restore(broken)
-    np.testing.assert_array_equal(drafter.state(), state)
-
-
 def test_writers_take_turns() -> None:
     """Several threads append to one index, merging as they go; nothing is lost and readers see whole sequences."""
     index = NativeIndex(tail=16, ratio=2)
@@ -285,10 +259,12 @@ def test_learning_waits_for_no_draft() -> None:
         before = drafter.memory_bytes()
         thread.start()
         thread.join(60)
-        assert not thread.is_alive() and drafter.version == 80 and drafter.memory_bytes() > before
+        assert not thread.is_alive() and drafter.memory_bytes() > before
         del reading
-        learned.append(drafter.state())
-    assert np.array_equal(*learned)
+        texts = (index.tokens(number)[:30] for number in range(50))
+        drafts = [drafter.draft([(index, Source.SHARED)], text, 16) for text in texts][1:]  # the first takes it in
+        learned.append([draft.probabilities.tolist() for draft in drafts])
+    assert learned[0] == learned[1]
 
 
 def test_the_least_recently_used_are_known_without_a_search() -> None:

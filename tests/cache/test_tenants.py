@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 NATIVE = {
     SuffixIndex: ("append", "remove", "truncate", "oldest", "merge_step", "common_prefix"),
-    IndexDrafter: ("observe", "state"),
+    IndexDrafter: ("observe", "keep_ends"),
 }
 
 

@@ -26,8 +26,6 @@ double scaled(double rate, double ratio) { return rate * ratio / (rate * ratio +
 
 }  // namespace
 
-const std::size_t DepthRates::kStateSize = kDepths * 3 * kBins;
-
 const std::vector<double>& DepthRates::initial() {
     static const std::vector<double> made = [] {
         std::vector<double> rows(kDepths * 4 * kBins);
@@ -61,29 +59,6 @@ void DepthRates::update(double* row, int bin) {
     const double* c = row + 3 * bin;
     const double yes = kNeutralTries * middle_of(bin), no = kNeutralTries - yes;
     row[3 * kBins + bin] = (c[1] + yes) * (c[2] - c[0] + no) / ((c[2] - c[1] + no) * (c[0] + yes));
-}
-
-std::vector<double> DepthRates::state() const {
-    std::vector<double> state;
-    state.reserve(kStateSize);
-    for (int depth = 0; depth < kDepths; ++depth) state.insert(state.end(), rows_[depth], rows_[depth] + 3 * kBins);
-    return state;
-}
-
-void DepthRates::restore(std::span<const double> state) {
-    if (state.size() != kStateSize) throw std::domain_error("learned state of another shape");
-    for (std::size_t i = 0; i < state.size(); i += 3) {
-        const double rates = state[i], hits = state[i + 1], tries = state[i + 2];
-        if (!(rates >= 0 && rates <= tries && hits >= 0 && hits <= tries && tries <= kHalvingTries)) {
-            throw std::domain_error("learned state holds impossible corrections");
-        }
-    }
-    std::vector<double> row(4 * kBins);
-    for (int depth = 0; depth < kDepths; ++depth) {
-        std::copy_n(state.begin() + depth * 3 * kBins, 3 * kBins, row.begin());
-        for (int bin = 0; bin < kBins; ++bin) update(row.data(), bin);
-        rows_.assign(depth, row);
-    }
 }
 
 }  // namespace agentspec

@@ -21,14 +21,8 @@ public:
     double correct(int depth, double rate) const;
     void record(int depth, double rate, bool hit);
 
-    /// (sum of rates, hits, tries) of every cell in turn.
-    std::vector<double> state() const;
-    /// Throws std::domain_error for a state of another size or with numbers that cannot be sums.
-    void restore(std::span<const double> state);
     /// Bytes of what differs from the corrections that every namespace begins with: none.
     std::size_t memory_bytes() const { return rows_.bytes(); }
-
-    static const std::size_t kStateSize;
 
 private:
     static constexpr int kDepths = 6;  // 0, 1, 2 to 3, 4 to 7, 8 to 15, and more

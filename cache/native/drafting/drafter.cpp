@@ -356,7 +356,6 @@ void Drafter::learn(Lesson lesson) {
         waiting_.push_back(std::move(lesson));
         waiting_bytes_ += waiting_.back().bytes();
     }
-    ++version_;
     take_in(waiting_bytes_ > kMostWaiting);
 }
 
@@ -437,36 +436,15 @@ std::size_t Drafter::memory_bytes() const {
            ends_.memory_bytes() + waiting_bytes_;
 }
 
-std::vector<double> Drafter::state() const {
-    if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(true);
-    const std::shared_lock lock(mutex_);
-    std::vector<double> state = rates_.state();
-    for (const std::vector<double>& more : {depths_.state(), leads_.state(), ends_.state()}) {
-        state.insert(state.end(), more.begin(), more.end());
-    }
-    return state;
+void Drafter::keep_ends(std::span<const Token> tokens) {
+    take_in(true);
+    const std::unique_lock lock(mutex_);
+    ends_.keep(tokens);
 }
 
-void Drafter::restore(std::span<const double> state) {
-    HitRates rates;
-    DepthRates depths, leads;
-    EndRates ends;
-    constexpr auto take = [](std::span<const double>& from, std::size_t size) {
-        const auto taken = from.first(std::min(size, from.size()));
-        from = from.subspan(taken.size());
-        return taken;
-    };
-    rates.restore(take(state, HitRates::kStateSize));
-    for (DepthRates* one : {&depths, &leads}) one->restore(take(state, DepthRates::kStateSize));
-    ends.restore(state);
-    const std::scoped_lock lock(mutex_, arriving_);
-    waiting_.clear();
-    waiting_bytes_ = 0;
-    ++version_;
-    rates_ = std::move(rates);
-    depths_ = std::move(depths);
-    leads_ = std::move(leads);
-    ends_ = std::move(ends);
+std::vector<Token> Drafter::ends() const {
+    const std::shared_lock lock(mutex_);
+    return ends_.tokens();
 }
 
 }  // namespace agentspec

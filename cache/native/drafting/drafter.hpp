@@ -51,12 +51,11 @@ public:
     /// Learn that an output ended with `token`.
     void observe_end(Token token);
 
-    /// The learned state, as plain numbers for `restore`, which throws std::domain_error for impossible numbers.
-    std::vector<double> state() const;
-    void restore(std::span<const double> state);
+    /// Of the tokens that ended an output keep only these.
+    void keep_ends(std::span<const Token> tokens);
+    /// All tokens that ended an output.
+    std::vector<Token> ends() const;
 
-    /// Grows with every change of the learned state.
-    std::uint64_t version() const { return version_.load(std::memory_order_relaxed); }
     /// Bytes that this drafter takes: little until it has learned something.
     std::size_t memory_bytes() const;
 
@@ -102,7 +101,6 @@ private:
     DepthRates depths_;  // of the hit rate of a level
     DepthRates leads_;  // of the share of a level's leading symbol, once the level is hit
     EndRates ends_;
-    std::atomic<std::uint64_t> version_{0};
 };
 
 class Drafter::Reading {

@@ -4,8 +4,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <limits>
-#include <stdexcept>
+#include <ranges>
 
 namespace agentspec {
 namespace {
@@ -47,8 +46,6 @@ double prior(bool shapes, int length, int total, int excluded) {
 }  // namespace
 
 int length_index(int shared) { return kLengthIndex[std::min(shared, kLengths[kLengthCount - 1])]; }
-
-const std::size_t HitRates::kStateSize = kRows * kWidth;
 
 /// The rates by hand, and their bounds, made once.
 struct HitRates::Initial {
@@ -139,29 +136,6 @@ void HitRates::spread(double* limits) {
         }
 }
 
-std::vector<double> HitRates::state() const {
-    std::vector<double> state;
-    state.reserve(kStateSize);
-    for (int row = 0; row < kRows; ++row) state.insert(state.end(), cells_[row], cells_[row] + kWidth);
-    return state;
-}
-
-void HitRates::restore(std::span<const double> state) {
-    if (state.size() != kStateSize) throw std::domain_error("learned state of another shape");
-    for (std::size_t i = 0; i < state.size(); i += 2) {
-        const double hits = state[i], tries = state[i + 1];
-        if (!(hits >= 0 && tries > 0 && hits <= tries && tries <= kMemory)) {
-            throw std::domain_error("learned state holds impossible rates");
-        }
-    }
-    for (int row = 0; row < kRows; ++row) cells_.assign(row, state.subspan(row * kWidth, kWidth));
-    std::vector<double> limits(2 * kGroups);
-    for (int source = 0; source < kRatedSources; ++source) {
-        bind(cells_, source, limits.data());
-        limits_.assign(source, limits);
-    }
-}
-
 double EndRates::goes_on(std::int32_t token) const {
     const auto found = counts_.find(token);
     if (found == counts_.end()) return 1.0;
@@ -183,25 +157,13 @@ void EndRates::record_end(std::int32_t token) {
                                    [](const auto& a, const auto& b) { return a.second.ends < b.second.ends; }));
 }
 
-std::vector<double> EndRates::state() const {
-    std::vector<double> state;
-    for (const auto& [token, count] : counts_) state.insert(state.end(), {double(token), count.ends, count.goes_on});
-    return state;
+void EndRates::keep(std::span<const std::int32_t> tokens) {
+    std::erase_if(counts_, [=](const auto& one) { return std::ranges::find(tokens, one.first) == tokens.end(); });
 }
 
-void EndRates::restore(std::span<const double> state) {
-    if (state.size() % 3 != 0 || state.size() > 3 * kEndTokens)
-        throw std::domain_error("learned state of another shape");
-    counts_.clear();
-    for (std::size_t i = 0; i < state.size(); i += 3) {
-        const double token = state[i], ends = state[i + 1], goes_on = state[i + 2];
-        const bool possible = token >= 0 && token <= std::numeric_limits<std::int32_t>::max() && ends >= 1 &&
-                              goes_on >= 0 && std::isfinite(ends) && std::isfinite(goes_on);
-        if (!possible) {
-            throw std::domain_error("learned state holds impossible counts");
-        }
-        counts_[static_cast<std::int32_t>(token)] = {ends, goes_on};
-    }
+std::vector<std::int32_t> EndRates::tokens() const {
+    const auto all = std::views::keys(counts_);
+    return {all.begin(), all.end()};
 }
 
 }  // namespace agentspec

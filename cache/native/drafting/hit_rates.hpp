@@ -41,14 +41,8 @@ public:
     double bound(std::span<const int> sources, int length, int excluded) const;
     void record(const LevelKey& key, bool hit);
 
-    /// (hits, tries) of every cell in turn.
-    std::vector<double> state() const;
-    /// Throws std::domain_error for a state of another size or with numbers that cannot be rates.
-    void restore(std::span<const double> state);
     /// Bytes of what differs from the rates that every namespace begins with.
     std::size_t memory_bytes() const { return cells_.bytes() + limits_.bytes(); }
-
-    static const std::size_t kStateSize;
 
 private:
     static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
@@ -79,10 +73,10 @@ public:
     void record(std::int32_t token);
     void record_end(std::int32_t token);
 
-    /// (token, ends, times gone on) of every token that ended an output.
-    std::vector<double> state() const;
-    /// Throws std::domain_error for an invalid state.
-    void restore(std::span<const double> state);
+    /// Of the tokens that ended an output keep only these.
+    void keep(std::span<const std::int32_t> tokens);
+    /// All tokens that ended an output.
+    std::vector<std::int32_t> tokens() const;
     std::size_t memory_bytes() const { return counts_.size() * kNode; }
 
 private:

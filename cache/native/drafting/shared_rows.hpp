@@ -17,11 +17,7 @@ public:
         for (std::size_t row = 0; row < Rows; ++row) rows_[row] = initial + row * Width;
     }
     SharedRows(const SharedRows&) = delete;
-    SharedRows(SharedRows&& other) noexcept : SharedRows(other.initial_) { swap(other); }
-    SharedRows& operator=(SharedRows&& other) noexcept {
-        swap(other);
-        return *this;
-    }
+    SharedRows& operator=(const SharedRows&) = delete;
     ~SharedRows() {
         for (std::size_t row = 0; row < Rows; ++row)
             if (owns(row)) delete[] rows_[row];
@@ -40,11 +36,6 @@ public:
         return const_cast<double*>(rows_[row]);
     }
 
-    /// Give a row these values, of which there may be fewer than its width; it stays shared where it has them already.
-    void assign(std::size_t row, std::span<const double> values) {
-        if (!std::equal(values.begin(), values.end(), rows_[row])) std::copy(values.begin(), values.end(), own(row));
-    }
-
     /// Bytes of the rows that are no constants.
     std::size_t bytes() const { return owned_ * (Width * sizeof(double) + kHeapOverhead); }
 
@@ -52,12 +43,6 @@ private:
     static constexpr std::size_t kHeapOverhead = 16;
 
     bool owns(std::size_t row) const { return rows_[row] != initial_ + row * Width; }
-    void swap(SharedRows& other) noexcept {
-        std::swap(initial_, other.initial_);
-        std::swap(rows_, other.rows_);
-        std::swap(owned_, other.owned_);
-    }
-
     const double* initial_;
     std::array<const double*, Rows> rows_;
     std::size_t owned_ = 0;

@@ -21,7 +21,6 @@ from agentspec.backends.engine_plugin.drafter import ServerDrafter
 from agentspec.backends.vllm import proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
 from tests.backends.conftest import followed_requests, opening, stored
 
@@ -341,10 +340,9 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(
     bench.cache.forget(tenant="default")
 
 
-def learned_ends(bench: Bench) -> list[float]:
+def learned_ends(bench: Bench) -> list[int]:
     """The tokens after which outputs end, as the cache has learned it."""
-    state = bench.cache.request([1]).drafter.state()
-    return state[len(IndexDrafter().state()) :: 3].tolist()
+    return bench.cache.request([1]).drafter.ends().tolist()
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ private:
             length = end;
         }
         if (random() % 4 == 0) drafters_[0].observe_end(static_cast<Token>(random() % 1000));
-        if (random() % 8 == 0) drafters_[1].restore(drafters_[random() % 2].state());
+        if (random() % 8 == 0) drafters_[1].keep_ends(Tokens{static_cast<Token>(random() % 1000)});
     }
 
     void cut(Random& random, int half, int output, int& length) {

@@ -13,8 +13,9 @@ from agentspec.backends.torch import TorchBackend
 from agentspec.backends.torch.engine import cache_session
 from agentspec.backends.torch.engine.cache_session import CacheSession
 from agentspec.cache import SuffixCache
-from agentspec.cache.index import IndexDrafter
-from agentspec.types import GenerateRequest, Labels, Namespace, SamplingParams
+from agentspec.cache.index import SuffixIndex, propose_batch
+from agentspec.cache.tokens import as_tokens
+from agentspec.types import GenerateRequest, Labels, Namespace, SamplingParams, Source
 
 SPACE = Namespace("t", "model")
 PROMPT = list(range(100, 120))
@@ -50,10 +51,13 @@ def test_a_part_of_an_answer_is_its_sessions_and_the_whole_is_shared(cache: Suff
     assert cache.stats().sequences == 0 and drafted(opened(cache, [1, 2, 3]), ANSWER[:6]) == []
     assert drafted(opened(cache, PROMPT, session="s"), ANSWER[:6]) == []  # its transcript is replaced by the prompt
     with cache.request([1], namespace=SPACE, store=False) as other:
-        learned = other.drafter.state()
+        ends, text = other.drafter.ends().tolist(), SuffixIndex()
+        text.append(0, as_tokens(PROMPT))
+        job = other.drafter, [(text, Source.SESSION)], as_tokens(PROMPT[:-2]), 8, 0.0, False
+        learned = propose_batch([job])[0].probabilities.tolist()
         opened(cache, PROMPT, session="s").record(ANSWER)
-        assert len(other.drafter.state()) == len(learned) + 3  # only how it ended
-        assert (other.drafter.state()[: len(learned)] == learned).all()
+        assert other.drafter.ends().tolist() == [*ends, ANSWER[-1]]  # only how it ended
+        assert propose_batch([job])[0].probabilities.tolist() == learned
     assert cache.stats().sequences == 1
     assert drafted(opened(cache, [1, 2, 3]), ANSWER[:6])[:2] == ANSWER[6:8]
     opened(None).record(ANSWER)
@@ -92,7 +96,7 @@ async def test_only_an_answer_that_ended_teaches_where_answers_end(lab: Any) -> 
         backend = TorchBackend(lab.loaded, TorchSettings(), cache)
         tokens = await answered(ignore_eos=True)
         [partition] = cache._pool.namespaces.partitions()
-        assert len(tokens) == 5 and len(partition.drafter.state()) == len(IndexDrafter().state())
+        assert len(tokens) == 5 and len(partition.drafter.ends()) == 0
         assert await answered(stop_token_ids=tokens[1:2]) == tokens[:2]
-        assert partition.drafter.state()[len(IndexDrafter().state())] == tokens[1]
+        assert partition.drafter.ends().tolist() == tokens[1:2]
         await backend.aclose()
