@@ -37,7 +37,7 @@ class HalfLinear(nn.Module):
         for scale in (1.0, 2.0 ** (LARGEST - largest)):
             scaled = linear.weight.detach() * scale
             if torch.equal(scaled.half().float(), scaled):
-                with suppress(RuntimeError):
+                with suppress(RuntimeError, AttributeError):
                     return cls(linear, scale)
         return None
 
