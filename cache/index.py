@@ -76,6 +76,8 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
     unknown source.
     """
     tokens, parents, probabilities, lengths, sources, sizes = _native.draft_batch(jobs, patience)
+    if len(jobs) == 1:  # slices would take as long as the call
+        return [Draft(tokens, parents, probabilities, lengths, sources)]
     trees = starmap(slice, pairwise(accumulate(sizes, initial=0)))
     return [Draft(tokens[it], parents[it], probabilities[it], lengths[it], sources[it]) for it in trees]
 

@@ -91,7 +91,7 @@ class VllmSpeculator:
         self.max_model_len, self.num_speculative_steps = LONGEST, DRAFTED
 
 
-class Speculator(speculator.PassageSpeculator, VllmSpeculator):
+class LateSpeculator(speculator.PassageSpeculator, VllmSpeculator):
     """Ours, with a kernel that the device runs later."""
 
     def open_cache(self, vllm_config: Any) -> None:
@@ -122,8 +122,8 @@ class Batch:
         self.lengths = self.states.total_len.gpu = torch.zeros(rows, dtype=torch.int32)
         self.drafts, self.counts = torch.zeros((rows, DRAFTED), dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
         self.retriever = WatchedRetriever(router.open, VOCABULARY, shape_for(DRAFTED))
-        Speculator.open_retriever = staticmethod(lambda *_: self.retriever)
-        self.ours = Speculator(rows, torch.device("cpu"), self.states)
+        LateSpeculator.open_retriever = staticmethod(lambda *_: self.retriever)
+        self.ours = LateSpeculator(rows, torch.device("cpu"), self.states)
         self.costs, self.begins = list[float](), list[float]()
         self.served, self.tokens = list[list[bool]](), list[int]()
         for row in range(rows):
