@@ -117,8 +117,8 @@ def test_what_is_known_is_drafted_from_the_cache_and_else_from_the_model(
 def test_a_model_that_is_always_right_is_left_to_draft(join: Callable[..., Runner], late: Late) -> None:
     runner = join(right=DRAFTED)
     other = [*ANSWER[:30], *NOVEL[:30]]
-    for answer in (ANSWER, other, ANSWER, other):
-        assert steps(runner, answer) <= len(answer) // (DRAFTED + 1) + 1
+    for answer, lost in ((ANSWER, 0), (other, 0), (ANSWER, 0), (other, 1)):  # a passage may part with it where both do
+        assert steps(runner, answer) <= len(answer) // (DRAFTED + 1) + 1 + lost
 
 
 def test_short_matches_that_mislead_leave_the_model_to_draft(join: Callable[..., Runner], late: Late) -> None:
