@@ -90,7 +90,7 @@ def test_what_is_forgotten_is_gone_from_runs(gateway: Any, tmp_path: Path) -> No
     running.runtime.cache.forget(session="one")
     assert {run["id"] for run in seen(running.url).json()["runs"]} == {"two"}
     assert b"hello one" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    running.runtime.cache.forget(text="hello two", decode=lambda ids: "")
+    running.runtime.cache.forget(older_than=0)
     assert seen(running.url).json()["runs"] == []
 
 
