@@ -81,7 +81,6 @@ class TorchBackend(ModelTokens):
             loaded.target,
             self._tokenizer,
             max_draft_tokens=settings.max_draft_tokens,
-            spec_decode_metrics=settings.per_request_spec_decode_metrics,
             draft_model=small,
         )
         if settings.max_draft_tokens:
