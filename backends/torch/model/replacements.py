@@ -91,15 +91,12 @@ class FusedNorm(nn.Module):
         return result
 
 
-@torch.library.custom_op("agentspec::rms_norm", mutates_args=())
+@torch.library.custom_op("agentspec::rms_norm", mutates_args=(), device_types="cuda")
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` [..., width] over the root of its mean square, times `weight` [width], both of one type."""
-    if x.device.type == "cuda":
-        from agentspec.backends.torch.model import norm_triton
+    from agentspec.backends.torch.model import norm_triton
 
-        return norm_triton.normalize(x, weight, eps)
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return norm_triton.normalize(x, weight, eps)
 
 
 def _is_norm(module: Any) -> bool:

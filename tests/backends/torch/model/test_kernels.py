@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentspec.backends.torch.model.batch import BatchItem
-from agentspec.backends.torch.model.graphs.attention import attend_plainly
 from agentspec.backends.torch.model.graphs.step_table import LAYERS, StepTable
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
 from agentspec.backends.torch.model.layers import HalfLinear
 from agentspec.backends.torch.model.replacements import Float32Head, FusedNorm, replace_layers, restore_layers
+from tests.backends.torch.model.graphs.plain import attend_plainly
 from tests.triton_kernels import INTERPRETED, WITH_TRITON, compile_kernel, not_interpreted, run_interpreted
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -123,18 +123,6 @@ def test_norms_are_those_of_the_models_own_code(kind: Any, width: int, dtype: to
     norm = norm_of(kind, width, dtype, DEVICE)
     for x in rows_of(width, norm):
         torch.testing.assert_close(norm_triton.normalize(x, norm.weight, 1e-5), norm(x), rtol=1e-2, atol=1e-6)
-
-
-@not_interpreted
-@NORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@torch.inference_mode()
-def test_norms_in_plain_torch_are_those_of_the_models_own_code(kind: Any, dtype: torch.dtype) -> None:
-    norm = norm_of(kind, 96, dtype)
-    fused = FusedNorm(norm)
-    for x in rows_of(96, norm):
-        torch.testing.assert_close(fused(x), norm(x), rtol=1e-2, atol=1e-6)
-    assert torch.equal(fused(torch.ones(3, 96, dtype=torch.float64)), norm(torch.ones(3, 96, dtype=torch.float64)))
 
 
 @not_interpreted

@@ -19,6 +19,7 @@ from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.graphs.recording import Graphs, record_graphs
 from agentspec.backends.torch.model.target import TargetModel
 from tests.backends.torch.conftest import laboratory, tiny
+from tests.backends.torch.model.graphs import plain as plain
 
 SIZES = (1, 2, 5, 12, 30)
 TOLERANCE = 2e-4
