@@ -169,7 +169,6 @@ def call_of(
         store=chosen["store"] is not False and policy.store is not False,
         priority=policy.priority or 0,
         deadline_s=policy.deadline_s,
-        strategy=policy.strategy,
         early_tools=current.get().early_tools,
         extra=extra,
         **content,

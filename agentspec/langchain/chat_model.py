@@ -87,9 +87,8 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What LangChain's cache distinguishes calls by: also the model and the strategy of the step around them."""
-        policy = current_policy()
-        named: dict[str, Any] = {"model": policy.model or self.model, "strategy": policy.strategy}
+        """What LangChain's cache distinguishes calls by: also the model of the step around them."""
+        named: dict[str, Any] = {"model": current_policy().model or self.model}
         named |= {name: getattr(self, name) for name in ("base_url", *SAMPLING, "prediction", "extra_body")}
         return {name: value for name, value in named.items() if value not in (None, {})}
 

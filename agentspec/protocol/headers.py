@@ -13,11 +13,10 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, PRINTABLE, StepPolicy
 from agentspec.types import Labels
 
-STRATEGY_HEADER = f"{PREFIX}strategy"
 PREFILL_HEADER = f"{PREFIX}prefill"
 _EARLY_TOOLS = "early-tools"
 _REQUEST_NAMES = (
-    *("session", "workflow", "step", "speculation", "store", "prefill", "strategy", _EARLY_TOOLS),
+    *("session", "workflow", "step", "speculation", "store", "prefill", _EARLY_TOOLS),
     *("deadline-s", "priority"),
 )
 
@@ -71,7 +70,6 @@ def switched_off(**switches: bool) -> tuple[str, ...]:
 def read_policy(headers: Mapping[str, str]) -> StepPolicy:
     """The policy in a request's headers (lower case). Raises `InvalidRequestError` that names the wrong header."""
     read: dict[str, Any] = {
-        "strategy": _label(headers, "strategy"),
         "deadline_s": _number(headers, "deadline_s", float),
         "priority": _number(headers, "priority", int),
     }

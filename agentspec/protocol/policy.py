@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import quote
 
 from agentspec.errors import InvalidRequestError
 from agentspec.types import GenerateRequest
@@ -34,7 +33,7 @@ def _is_switch(value: Any) -> bool:
 
 
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("strategy", "model"), (f"a name of 1 to {MAX_LABEL} characters", _is_name)),
+    "model": (f"a name of 1 to {MAX_LABEL} characters", _is_name),
     "deadline_s": ("a number above 0", _is_above_0),
     "priority": ("a whole number from 0, served first", _is_priority),
     **dict.fromkeys(("store", "speculation"), ("true or false", _is_switch)),
@@ -43,10 +42,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """How the model calls of a step are served. Only `model` and `strategy` change answers. A value of None leaves the
-    choice to the step or workflow around it.
+    """How the model calls of a step are served. Only `model` changes answers: it may name a strategy's, too. A value
+    of None leaves the choice to the step or workflow around it.
 
-    `strategy` is a kind of strategy ("specreason"), the name of a `[models.NAME]` table with one, or "plain" for none.
     `deadline_s` is the seconds from now in which the step should be over: a goal, for which no call is refused. Calls
     with a lower `priority` are served first; 0 is the first. `store=False` stores no tokens, `speculation=False` drafts
     none.
@@ -54,7 +52,6 @@ class StepPolicy:
     Raises `InvalidRequestError`, with `param` naming the field, for a value outside its range.
     """
 
-    strategy: str | None = None
     model: str | None = None
     deadline_s: float | None = None
     priority: int | None = None
@@ -74,11 +71,8 @@ class StepPolicy:
 
     def headers(self) -> dict[str, str]:
         """The headers that carry all but the model, which a request names, and the switches, which have their own."""
-        given = {} if self.strategy is None else {f"{PREFIX}strategy": quote(self.strategy, safe=PRINTABLE)}
-        numbers = {name: getattr(self, name) for name in ("deadline_s", "priority")}
-        return given | {
-            PREFIX + name.replace("_", "-"): f"{value:.10g}" for name, value in numbers.items() if value is not None
-        }
+        given = {"deadline-s": self.deadline_s, "priority": self.priority}
+        return {PREFIX + name: f"{value:.10g}" for name, value in given.items() if value is not None}
 
 
 ANY = StepPolicy()
@@ -86,11 +80,7 @@ ANY = StepPolicy()
 
 def policy_of(request: GenerateRequest) -> StepPolicy:
     """What `request` asks of the gateway that may answer it."""
-    return StepPolicy(
-        strategy=request.strategy,
-        deadline_s=request.deadline_s,
-        priority=request.priority or None,
-    )
+    return StepPolicy(deadline_s=request.deadline_s, priority=request.priority or None)
 
 
 def _given(value: Any, otherwise: Any) -> Any:

@@ -19,7 +19,7 @@ from agentspec.backends.pool.backend import PoolBackend
 from agentspec.backends.pool.pool import Attempts, Pool
 from agentspec.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, SlowClientError
 from agentspec.placement import prompt_blocks, scoped_call
-from agentspec.protocol.headers import STRATEGY_HEADER, read_early_tools, read_policy
+from agentspec.protocol.headers import read_early_tools, read_policy
 from agentspec.proxy.admission import Deadline, Slots, until_disconnect
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.answering import answer_here
@@ -97,7 +97,7 @@ class GatewayEndpoint:
             async with until_disconnect(receive), slot as answer.release_slot:
                 answer.queued = answer.seconds - read
                 body.fields = await body.work(parse_object, body.data)
-                route = self._route(body.fields, policy.strategy, answer)
+                route = self._route(body.fields, answer)
                 if await body.work(contains, body.data, CHANGING):
                     await body.work(leave_out_changing_prefix, body, route.backend)
                 cached = services.runtime.settings.cache.store
@@ -130,13 +130,9 @@ class GatewayEndpoint:
             seconds = f"{self.services.settings.request_timeout:g} s (server.request_timeout)"
             raise SlowClientError(f"the body did not arrive within {seconds}") from None
 
-    def _route(self, fields: Mapping[str, Any], strategy: str | None, answer: RequestAnswer) -> Route:
+    def _route(self, fields: Mapping[str, Any], answer: RequestAnswer) -> Route:
         """The route of the model that is asked for. The model's name is recorded in `answer`."""
-        try:
-            route = self.services.ready().route(_model(fields), strategy)
-        except InvalidRequestError as error:
-            error.param = STRATEGY_HEADER if error.param == "strategy" else error.param
-            raise
+        route = self.services.ready().route(_model(fields))
         answer.model = route.model or OTHER
         return route
 

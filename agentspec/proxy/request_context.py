@@ -130,7 +130,6 @@ class RequestContext:
             prefill_next=self.prefill,
             priority=request.priority or policy.priority or 0,
             deadline_s=policy.deadline_s,
-            strategy=policy.strategy,
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from agentspec.backends.settings import OpenAISettings
-from agentspec.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError
+from agentspec.errors import ConfigurationError, ModelNotFoundError
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings.load import Settings
-from agentspec.settings.models import model_names, named_model, passthrough, pool_specs, strategies_of
+from agentspec.settings.models import model_names, named_model, passthrough, pool_specs
 
 
 class Aliases:
@@ -88,28 +88,3 @@ class ModelDirectory:
     def is_upstream(self, backend: str) -> bool:
         """Whether a backend, or every member of a pool, is a server that is reached by HTTP."""
         return backend in self._upstreams
-
-    def with_strategy(self, model: str, strategy: str | None) -> str:
-        """The name of the model that answers for `model`, no alias, by `strategy`: a name, a kind, or "plain" for none.
-
-        `model` itself where its upstream, which may be another gateway, has to decide. Raises `InvalidRequestError` if
-        no model of the settings has this strategy and the base of `model`, `ModelNotFoundError` as `find`.
-        """
-        if strategy is None:
-            return model
-        base = self.base_of(model)
-        kinds = self._kinds_on(base)
-        named = [name for name, kind in kinds.items() if strategy in (name, kind)]
-        if model in named:
-            return model
-        if named:
-            return named[0]
-        if set(kinds.values()) <= {"plain"} and self.is_upstream(base[0]):
-            return model
-        known = ", ".join(sorted({kind if kind == "plain" else f"{kind} ({name})" for name, kind in kinds.items()}))
-        raise InvalidRequestError(f"{model!r} has no strategy {strategy!r} here; there is {known}", param="strategy")
-
-    def _kinds_on(self, base: tuple[str, str]) -> dict[str, str]:
-        """The models that answer by `base`: the kind of each strategy, and "plain", by name."""
-        kinds = strategies_of(self._settings, base)
-        return kinds | {name: "plain" for name, found in self._names.items() if found == base and name not in kinds}

@@ -159,21 +159,18 @@ class Runtime:
         """The backends and pools by name; empty before `start()`."""
         return {**self._backends, **self._pools} if self.ready else {}
 
-    def route(self, model: str, strategy: str | None = None) -> Route:
-        """The way to what answers for `model` by `strategy`, as `ModelDirectory.with_strategy` says.
-
-        Raises `ModelNotFoundError`, `InvalidRequestError`, and `NotReadyError` before `start()`.
-        """
-        if strategy is None and self.ready and (known := self._routes.get(model)):
+    def route(self, model: str) -> Route:
+        """The way to what answers for `model`. Raises `ModelNotFoundError`, and `NotReadyError` before `start()`."""
+        if self.ready and (known := self._routes.get(model)):
             return known
-        asked, model = model, self._directory.with_strategy(self.aliases.resolve(model), strategy)
+        asked, model = model, self.aliases.resolve(model)
         backend_name, upstream_model = self._directory.find(model)
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
         backend = self._strategies.get(model) or self._backend(backend_name)
         upstream = model not in self._strategies and self._directory.is_upstream(backend_name)
         route = Route(backend_name, backend, upstream_model, model if model in self._directory else None, upstream)
-        if strategy is None and len(self._routes) < MOST_ROUTES:
+        if len(self._routes) < MOST_ROUTES:
             self._routes[asked] = route
         return route
 
@@ -192,21 +189,16 @@ class Runtime:
         Closing the iterator cancels the request. Raises what `route`, `start` and the backend raise.
         """
         await self.start_for(request.model)
-        async with aclosing(self.answer(request, self.route(request.model, request.strategy))) as answer:
+        async with aclosing(self.answer(request, self.route(request.model))) as answer:
             async for delta in answer:
                 yield delta
 
     def answer(self, request: GenerateRequest, route: Route) -> AsyncGenerator[Delta]:
-        """Run `request` by `route`, which its model and strategy have led to. Closing the iterator cancels it."""
+        """Run `request` by `route`, which its model has led to. Closing the iterator cancels it."""
         configured = self.settings.backends.get(route.backend_name)
         if configured is not None and configured.local:
             request = with_extra(request)
-        request = replace(
-            request,
-            model=route.upstream_model,
-            store=request.store and self.settings.cache.store,
-            strategy=request.strategy if route.upstream else None,  # else not for the models that the strategy asks
-        )
+        request = replace(request, model=route.upstream_model, store=request.store and self.settings.cache.store)
         answer = cast("AsyncGenerator[Delta]", route.backend.generate(request))
         shown = request.include_reasoning and request.extra.get("include_reasoning") is not False
         return answer if shown else _without_reasoning(answer)

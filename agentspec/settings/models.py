@@ -99,12 +99,6 @@ def named_model(settings: Settings, name: str) -> tuple[str, str]:
     return _plain(settings, name)
 
 
-def strategies_of(settings: Settings, base: tuple[str, str]) -> dict[str, str]:
-    """The kind of each strategy whose base model is `base`, a backend and its name for the model, by its own name."""
-    strategies = {name: model for name, model in settings.models.items() if isinstance(model, StrategySettings)}
-    return {name: one.strategy for name, one in strategies.items() if named_model(settings, one.base) == base}
-
-
 def unreachable(settings: Settings) -> dict[str, str]:
     """Maps each backend that no model name reaches to advice on what to change."""
     reached = {backend for backend, _ in model_names(settings).values()} | {passthrough(settings)}

@@ -26,7 +26,6 @@ def step(
     session: str | None = None,
     speculation: bool | None = None,
     model: str | None = None,
-    strategy: str | None = None,
     deadline_s: float | None = None,
     priority: int | None = None,
     store: bool | None = None,
@@ -43,7 +42,7 @@ def step(
     if not isinstance(name, str) or not name:
         raise TypeError(f'write @step("name") with a name that is not empty, not {name!r}')
     labels = Labels(session, workflow, name)
-    policy = StepPolicy(strategy, model, deadline_s, priority, store, speculation)
+    policy = StepPolicy(model, deadline_s, priority, store, speculation)
 
     def inner() -> CallScope:
         return current.get().narrowed(labels, policy)

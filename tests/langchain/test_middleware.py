@@ -194,16 +194,12 @@ def test_an_invalid_policy_is_refused_by_the_constructor() -> None:
 
 
 def test_the_policy_reaches_other_clients_as_headers_and_as_the_models_name(server: Any) -> None:
-    policy = StepPolicy(model="small", priority=1, strategy="plain", store=False)
+    policy = StepPolicy(model="small", priority=1, store=False)
     with workflow(deadline=60):
         create_agent(openai(server), [look], middleware=[AgentSpecMiddleware(policy=policy)]).invoke(HI)
     sent, body = server.request_headers[0], server.bodies[0]
     assert body["model"] == "small"
-    assert (sent["x-agentspec-priority"], sent["x-agentspec-strategy"], sent["x-agentspec-store"]) == (
-        "1",
-        "plain",
-        "off",
-    )
+    assert (sent["x-agentspec-priority"], sent["x-agentspec-store"]) == ("1", "off")
     assert 0 < float(sent["x-agentspec-deadline-s"]) <= 60
 
 

@@ -25,7 +25,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20
 @pytest.mark.parametrize(
     ("given", "near"),
     [("sesion", "session"), ("stor", "store"), ("speculaton", "speculation"), ("work-flow", "workflow"),
-     ("deadline", "deadline-s"), ("startegy", "strategy")],
+     ("deadline", "deadline-s")],
 )  # fmt: skip
 def test_a_name_that_is_nearly_one_of_ours_is_refused(given: str, near: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"did you mean 'x-agentspec-{near}'") as caught:
@@ -36,7 +36,7 @@ def test_a_name_that_is_nearly_one_of_ours_is_refused(given: str, near: str) -> 
 def test_other_names_pass() -> None:
     ours = "lossy lossless member translated relayed-tenant tenant backend".split()
     known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False, prefill=False)]
-    policy = StepPolicy(strategy="x", deadline_s=1, priority=1).headers()
+    policy = StepPolicy(deadline_s=1, priority=1).headers()
     refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "session"])
 
 
@@ -70,7 +70,6 @@ def test_a_lossy_strategy_is_announced_where_it_acts() -> None:
 
 POLICIES = st.builds(
     StepPolicy,
-    strategy=st.none() | st.text("abzé% /_", min_size=1, max_size=20),
     deadline_s=st.none() | st.integers(1, 10**9) | st.floats(1e-3, 1e6).map(lambda value: float(f"{value:.10g}")),
     priority=st.none() | st.integers(0, 2**31 - 1),
 )
@@ -87,8 +86,7 @@ def test_a_policy_survives_its_headers(policy: StepPolicy) -> None:
     ("name", "value"),
     [("session", "x" * 257), ("workflow", "a%00b"), ("step", "%ff"), ("step", "a%0Ab"), ("speculation", "no"),
      ("store", "0"), ("priority", "-1"), ("priority", "1.5"), ("priority", "soon"), ("priority", str(2**31)),
-     ("deadline-s", "0"), ("deadline-s", "nan"), ("deadline-s", "inf"), ("deadline-s", "tomorrow"),
-     ("strategy", "x" * 257), ("strategy", "%ff")],
+     ("deadline-s", "0"), ("deadline-s", "nan"), ("deadline-s", "inf"), ("deadline-s", "tomorrow")],
 )  # fmt: skip
 def test_a_wrong_value_names_its_header(name: str, value: str) -> None:
     headers = {f"x-agentspec-{name}": value}
@@ -102,7 +100,7 @@ def test_a_wrong_value_names_its_header(name: str, value: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"priority": True}, {"priority": 1.0}, {"deadline_s": "1"}, {"deadline_s": 0}, {"store": "off"},
-     {"speculation": 1}, {"model": ""}, {"strategy": 3}],
+     {"speculation": 1}, {"model": ""}, {"model": 3}],
 )  # fmt: skip
 def test_a_policy_says_which_value_is_wrong(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as raised:

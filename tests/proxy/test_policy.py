@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentspec.backends.settings import OpenAISettings, TorchSettings
+from agentspec.backends.settings import OpenAISettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
 
@@ -38,7 +37,6 @@ WRONG = {
     "x-agentspec-priority": ("-1", "x-agentspec-priority"),
     "x-agentspec-deadline-s": ("-1", "x-agentspec-deadline-s"),
     "X-Agentspec-Stor": ("off", "did you mean 'x-agentspec-store'?"),
-    "x-agentspec-strategy": ("specreason", "x-agentspec-strategy"),  # no model has it
 }
 
 
@@ -47,26 +45,6 @@ def test_a_header_that_asks_for_nothing_known_is_refused(gateway: Any) -> None:
     for header, (value, said) in WRONG.items():
         answer = ask(running, {header: value})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == header.lower() and said in answer.text
-
-
-def with_thinking() -> Settings:
-    """A plain model `fake`, and `thinks`, which has it as its base."""
-    return Settings(
-        backends={"fake": TorchSettings(model="fake"), "small": TorchSettings(model="small")},
-        models={"fake": ModelSettings(backend="fake"), "thinks": SpecReasonSettings(base="fake", small="small")},
-    )
-
-
-def test_a_strategy_is_taken_by_its_kind(gateway: Any) -> None:
-    running = gateway({"fake": FakeBackend("hi"), "small": FakeBackend("hi")}, with_thinking())
-    assert "x-agentspec-lossy" not in ask(running, {}).headers
-    taken = ask(running, {"x-agentspec-strategy": "specreason"})
-    assert taken.status_code == 200 and taken.headers["x-agentspec-lossy"].startswith("specreason")
-    assert taken.json()["speculation"]["strategy"] == "specreason"  # what the header names has answered
-    assert taken.json()["model"] == "fake"
-    back = ask(running, {"x-agentspec-strategy": "plain"}, model="thinks")
-    assert back.json()["choices"][0]["message"]["content"] == "hi" and "x-agentspec-lossy" not in back.headers
-    assert "strategy" not in back.json().get("speculation", {})
 
 
 def upstream_settings(url: str, **options: Any) -> Settings:

@@ -17,13 +17,11 @@ from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import (
     ConfigurationError,
-    InvalidRequestError,
     ModelNotFoundError,
     ModelUnavailableError,
     NotReadyError,
     ShuttingDownError,
 )
-from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.testing import FakeBackend
@@ -185,49 +183,3 @@ def test_aliases_lead_to_models() -> None:
 def test_aliases_that_cannot_work_are_refused(aliases: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="model_aliases"):
         Runtime(Settings(backends={}, model_aliases=aliases), backends={"small": FakeBackend(), "large": FakeBackend()})
-
-
-def strategies() -> Runtime:
-    """The runtime of some settings, with backends that answer by their names."""
-    backends = {"big": TorchSettings(model="b"), "small": TorchSettings(model="s"), "up": upstream()}
-    models = {
-        "fast": SpecReasonSettings(base="big", small="small"),
-        "shown": ModelSettings(backend="big"),
-        "little": ModelSettings(backend="small"),
-        "far": ModelSettings(backend="up", upstream_model="x"),
-    }
-    settings = Settings(backends=backends, models=models, model_aliases={"gpt": "shown"})
-    runtime = Runtime(settings, backends={name: FakeBackend(name) for name in backends})
-    runtime.start()
-    return runtime
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy", "answers"),
-    [
-        ("shown", None, "shown"),
-        ("gpt", None, "shown"),
-        ("shown", "specreason", "fast"),
-        ("gpt", "fast", "fast"),
-        ("fast", "specreason", "fast"),
-        ("shown", "plain", "shown"),
-        ("fast", "plain", "shown"),
-        ("far", "specreason", "far"),
-        ("far", "plain", "far"),
-    ],
-)
-def test_a_strategy_leads_to_the_model_that_has_it(model: str, strategy: str | None, answers: str) -> None:
-    assert strategies().route(model, strategy).model == answers
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy", "error", "said"),
-    [
-        ("little", "specreason", InvalidRequestError, r"there is plain$"),
-        ("shown", "lookahead", InvalidRequestError, r"there is plain, specreason \(fast\)$"),
-        ("nobody", "specreason", ModelNotFoundError, "nobody"),
-    ],
-)
-def test_a_strategy_that_no_model_has_is_refused(model: str, strategy: str, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
-        strategies().route(model, strategy)

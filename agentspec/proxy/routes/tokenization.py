@@ -62,10 +62,8 @@ class TokenizationEndpoint(GatewayEndpoint):
     root: ClassVar[str] = ""
     generates: ClassVar[bool] = False
 
-    def _route(self, fields: Mapping[str, Any], strategy: str | None, answer: RequestAnswer) -> Route:
-        asked = super(TokenizationEndpoint, self)._route(
-            fields, strategy, answer
-        )  # slots make the class another object
+    def _route(self, fields: Mapping[str, Any], answer: RequestAnswer) -> Route:
+        asked = super(TokenizationEndpoint, self)._route(fields, answer)  # slots make the class another object
         return asked if isinstance(asked.backend, OpenAIBackend) else self.services.runtime.base_of(fields["model"])
 
     async def respond(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
