@@ -345,7 +345,8 @@ class Delta:
 
     With several choices, each has its `index` and its own last delta; the very last delta carries the totals. `extra`
     holds message fields without a name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own
-    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known.
+    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known. `decisions` are those of
+    a strategy, on the last delta.
     """
 
     text: str = ""
@@ -359,11 +360,14 @@ class Delta:
     prompt: Prompt | None = None
     stop_reason: str | None = None
     token_sources: tuple[TokenSource, ...] = ()
+    decisions: tuple[Mapping[str, Any], ...] = ()
 
     def without_reasoning(self) -> Delta:
-        """This delta without its thoughts, and without what would show them: log-probabilities, token ids, sources."""
+        """This delta without its thoughts, and without what would show them: log-probabilities, token ids, sources,
+        decisions.
+        """
         extra = {name: value for name, value in self.extra.items() if name not in ("reasoning", "reasoning_content")}
-        return replace(self, token_ids=(), logprobs=(), token_sources=(), extra=extra)
+        return replace(self, token_ids=(), logprobs=(), token_sources=(), decisions=(), extra=extra)
 
     @property
     def size(self) -> int:

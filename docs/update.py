@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from agentspec import errors
 from agentspec.backends.settings import EncoderSettings, FleetSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings
-from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, IndexSettings, RemoteSettings, TraceSettings
+from agentspec.reasoning.settings import STRATEGIES, DelegationSettings, IndexSettings, RemoteSettings
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
 
@@ -36,7 +36,6 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     *((f'[models.NAME] with strategy = "{name}"', settings) for name, settings in STRATEGIES.items()),
     ('[knowledge.NAME] with kind = "index"', IndexSettings),
     ('[knowledge.NAME] with kind = "remote"', RemoteSettings),
-    ("[traces]", TraceSettings),
     ("[fleet]", FleetSettings),
 )
 

@@ -1,5 +1,5 @@
-"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`,
-`[knowledge.NAME]` and `[traces]`.
+"""Settings of the strategies, composed into the application's settings: `[models.NAME]` tables with a `strategy`, and
+`[knowledge.NAME]`.
 
 To add a strategy, write a settings class here, list it in `STRATEGIES`, and let it name the module that implements it.
 """
@@ -187,14 +187,6 @@ class RemoteSettings(SettingsModel):
 
 
 KnowledgeSettings = Annotated[IndexSettings | RemoteSettings, Field(discriminator="kind")]
-
-
-class TraceSettings(SettingsModel):
-    """`[traces]`: where the decisions of strategies are recorded, one trace for each answer."""
-
-    path: Path | None = Field(
-        default=None, description="Folder for the newest 200 traces, which hold prompts; unset: none are written"
-    )
 
 
 STRATEGIES: dict[str, type[StrategySettings]] = {

@@ -15,7 +15,6 @@ from agentspec.reasoning.settings import StrategySettings
 from agentspec.types import Delta, GenerateRequest
 
 if TYPE_CHECKING:
-    from agentspec.reasoning.delegation.trace import TraceFolder
     from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 
 PROBE_SECONDS = 10.0
@@ -37,7 +36,6 @@ class Dependencies:
 
     find: Callable[[str], ModelRef]
     find_knowledge: Callable[[str], KnowledgeBase]
-    traces: TraceFolder | None = None
 
 
 class Strategy(ABC, Generic[AnySettings]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import anyio
@@ -82,13 +82,6 @@ def _is_question(prompt: str) -> bool:
     return prompt.endswith("score is: ") or (prompt.endswith("[") and "<end_s2>" in prompt)
 
 
-class Recorder:
-    """A folder of traces in memory: the records of the last answer."""
-
-    def write(self, trace: str, records: list[dict[str, Any]]) -> None:
-        self.records = records
-
-
 def delegating(
     settings: DelegationSettings, *, base: Backend, small: Backend, judge: Backend | None = None
 ) -> DelegationBackend:
@@ -96,17 +89,15 @@ def delegating(
     if judge is not None:
         settings = settings.model_copy(update={"judge": "judge"})
     models: dict[str, Any] = {settings.small: small, settings.base: base, "judge": judge}
-    traces: Any = Recorder()
-    found = Dependencies(lambda name: ModelRef(models[name], name), models.__getitem__, traces)
+    found = Dependencies(lambda name: ModelRef(models[name], name), models.__getitem__)
     return DelegationBackend.open("fast", settings, found)
 
 
 @dataclass
 class Thought:
-    """What a strategy did for one request: the deltas of its answer, and its decisions as the trace has them."""
+    """What a strategy did for one request: the deltas of its answer, the last of which has its decisions."""
 
     deltas: list[Delta]
-    records: list[dict[str, Any]]
 
     @property
     def text(self) -> str:
@@ -127,7 +118,7 @@ class Thought:
         return self.figures.ended
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return [record for record in self.records if record["event"] in kinds]
+        return [dict(one) for one in self.deltas[-1].decisions if one["event"] in kinds]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -140,9 +131,7 @@ class Thought:
 
 
 async def thought(backend: DelegationBackend, request: GenerateRequest = ASK) -> Thought:
-    deltas = [delta async for delta in backend.generate(request)]
-    traces: Any = backend.traces
-    return Thought(deltas, traces.records if request.store else [])
+    return Thought([delta async for delta in backend.generate(replace(request, token_sources=True))])
 
 
 def thinks(settings: DelegationSettings, request: GenerateRequest = ASK, **models: Any) -> Thought:

@@ -19,7 +19,7 @@ class StepSpeculation(Speculation):
     `drafted` and `accepted` count the small model's tokens, `steps` the reasoning steps. `spent_tokens` counts all
     tokens that each role generated, dropped ones included. `estimated_seconds_saved` compares the time of the reasoning
     with that of as many tokens at the base model's own pace, measured while it writes; below 0, time was lost.
-    `degraded` maps each abandoned model to the reason. `trace` names the answer's file in the folder of traces.
+    `degraded` maps each abandoned model to the reason.
     """
 
     steps_are_forwards = False
@@ -32,7 +32,6 @@ class StepSpeculation(Speculation):
     spent_tokens: Mapping[str, int] = field(default_factory=dict)
     ended: str = ""
     degraded: Mapping[str, str] = field(default_factory=dict)
-    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         Metering(server) if server.api_keys else None,
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
-        runs=Runs(runtime, settings) if settings.cache.keeps_runs else None,
+        runs=Runs(runtime) if settings.cache.keeps_runs else None,
     )
     routes = [*_generating(services), *_describing(pages)]
     if server.ui:

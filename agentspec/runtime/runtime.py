@@ -314,7 +314,6 @@ def _build_strategies(
     wanted = {name: model for name, model in settings.models.items() if isinstance(model, StrategySettings)}
     if not wanted:
         return {}
-    from agentspec.reasoning.delegation.trace import open_folder
     from agentspec.reasoning.strategy import Dependencies, ModelRef, open_strategy, prepare
 
     def find(name: str) -> ModelRef:
@@ -328,7 +327,7 @@ def _build_strategies(
             knowledge[name] = open_knowledge(settings.knowledge[name], name)
         return knowledge[name]
 
-    dependencies = Dependencies(find, knowledge_base, open_folder(settings.traces))
+    dependencies = Dependencies(find, knowledge_base)
     built = {name: open_strategy(name, one, dependencies) for name, one in wanted.items()}
 
     async def prepare_all() -> None:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 from agentspec.backends.settings import BackendSettings, FleetSettings, OpenAISettings, TorchSettings
 from agentspec.cache.settings import CacheSettings, without_password
 from agentspec.errors import ConfigurationError, suggestion
-from agentspec.reasoning.settings import STRATEGIES, KnowledgeSettings, StrategySettings, TraceSettings
+from agentspec.reasoning.settings import STRATEGIES, KnowledgeSettings, StrategySettings
 from agentspec.settings.models import ModelSettings
 from agentspec.settings.server import ServerSettings
 
@@ -67,7 +67,6 @@ class Settings(BaseModel):
     backends: dict[str, BackendSettings] = Field(default_factory=_default_backends)
     models: dict[str, AnyModel] = Field(default_factory=dict)
     knowledge: dict[str, KnowledgeSettings] = Field(default_factory=dict)
-    traces: TraceSettings = Field(default_factory=TraceSettings)
     fleet: FleetSettings = Field(default_factory=FleetSettings)
     model_aliases: dict[str, str] = Field(
         default_factory=dict,

@@ -12,7 +12,6 @@ from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.protocol.speculation import StepSpeculation
 from agentspec.reasoning.delegation.model_role import ModelRole, Stopwatch, message
 from agentspec.reasoning.delegation.thinking import Thinking, base_only
-from agentspec.reasoning.delegation.trace import Trace, TraceFolder
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.strategy import PROBE_SECONDS, Dependencies, Strategy, answers, imported
 from agentspec.speculation.stride import RunningMean
@@ -23,13 +22,12 @@ from agentspec.types import Delta, GenerateRequest, SamplingParams, Usage
 class DelegationBackend(Strategy[DelegationSettings]):
     """A model that thinks by a strategy. `roles` holds base and small, and judge if the strategy asks a judge.
 
-    Their owners close the models. Answers carry a `StepSpeculation`; with `traces` every decision is recorded.
+    Their owners close the models. Answers carry a `StepSpeculation`, and decisions if tokens' sources are asked for.
     """
 
     name: str
     settings: DelegationSettings
     roles: dict[str, ModelRole] = field()  # pyright: ignore[reportIncompatibleMethodOverride]
-    traces: TraceFolder | None = None
     capabilities: Capabilities = field(  # pyright: ignore[reportIncompatibleMethodOverride]
         default_factory=lambda: Capabilities(logprobs=True, routes=(CHAT,))
     )
@@ -42,7 +40,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
         roles = {role: ModelRole(role, model.backend, model.model) for role, model in found.items()}
         if "judge" in type(settings).model_fields:
             roles.setdefault("judge", roles["base"])
-        return cls(name, settings, roles, dependencies.traces)
+        return cls(name, settings, roles)
 
     async def prepare(self) -> list[str]:
         silent = []
@@ -63,23 +61,15 @@ class DelegationBackend(Strategy[DelegationSettings]):
         Closing the iterator cancels the work of all models. Raises `InvalidRequestError` for a request without
         messages or with tools or a form that the answering model cannot be given, and what the base model raises.
         """
-        trace = Trace(self.traces if request.store else None)
-        thinking = Thinking(_checked(request), self.settings, self.roles, trace)
+        thinking = Thinking(_checked(request), self.settings, self.roles)
         _shaped(request, self.roles["base"])  # refused before the thinking is paid for
-        answer, watch = "", Stopwatch()
-        try:
-            async with aclosing(thinking.texts(lambda: self._think(thinking))) as texts:
-                async for text in texts:
-                    yield Delta(extra={"reasoning": text, "reasoning_content": text})  # the names that clients read
-            async with aclosing(self._answer(thinking, watch)) as deltas:
-                async for delta in deltas:
-                    answer += delta.text
-                    if delta.finish_reason is not None:
-                        delta = self._finished(delta, thinking, watch.seconds)
-                        self._write(trace, request, answer)
-                    yield delta
-        finally:
-            self._write(trace, request, answer)
+        watch = Stopwatch()
+        async with aclosing(thinking.texts(lambda: self._think(thinking))) as texts:
+            async for text in texts:
+                yield Delta(extra={"reasoning": text, "reasoning_content": text})  # the names that clients read
+        async with aclosing(self._answer(thinking, watch)) as deltas:
+            async for delta in deltas:
+                yield delta if delta.finish_reason is None else self._finished(delta, thinking, watch.seconds)
 
     async def _think(self, thinking: Thinking) -> None:
         """Run the strategy. If the request switches speculation off, the base model thinks alone."""
@@ -89,12 +79,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
             await base_only(thinking)
         else:
             await imported(self.settings.algorithm)(thinking, self.settings)
-        thinking.trace.add("ended", reason=thinking.over or "")
-
-    def _write(self, trace: Trace, request: GenerateRequest, answer: str) -> None:
-        strategy, knobs = self.settings.strategy, self.settings.answer_settings
-        messages = [dict(one) for one in request.messages or ()]
-        trace.write({"model": self.name, "strategy": strategy, "knobs": knobs, "messages": messages}, answer)
+        thinking.decisions.add("ended", reason=thinking.over or "")
 
     async def _answer(self, thinking: Thinking, watch: Stopwatch) -> AsyncGenerator[Delta]:
         """The deltas that the base model writes after the closed thinking; `watch` measures its time."""
@@ -163,7 +148,6 @@ class DelegationBackend(Strategy[DelegationSettings]):
             spent_tokens=dict(thinking.spent),
             ended=thinking.over or "",
             degraded=dict(thinking.failed),
-            trace=None if thinking.trace.folder is None else thinking.trace.id,
         )
         usage = replace(  # the thinking counts as completion, not as the prompt of the answer
             used,
@@ -172,7 +156,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
             cached_tokens=0,
             reasoning_tokens=kept + (used.reasoning_tokens or 0),
         )
-        return replace(last, usage=usage, speculation=figures)
+        return replace(last, usage=usage, speculation=figures, decisions=tuple(thinking.decisions.records))
 
 
 ANSWER_PATIENCE = 5  # steps of time for the answer, which is much longer than a step

@@ -147,7 +147,7 @@ async def matches(thinking: Thinking, draft: Step, own: Step) -> bool:
         async with thinking.degrading("judge"):
             same, reason = await aligned(thinking, draft, own), ""
     seconds = time.perf_counter() - began
-    thinking.trace.add("scored", value=float(same), accepted=same, seconds=seconds, reason=reason)
+    thinking.decisions.add("scored", value=float(same), accepted=same, seconds=seconds, reason=reason)
     return same
 
 

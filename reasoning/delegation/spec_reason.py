@@ -65,7 +65,7 @@ async def accepts(thinking: Thinking, step: Step, settings: SpecReasonSettings) 
             score = 0.0 if reason else float(text)  # a number that is the whole token, as published (" 7" is none)
     accepted = thinking.has("judge") and score >= settings.threshold
     seconds = time.perf_counter() - began
-    thinking.trace.add("scored", value=score, accepted=accepted, seconds=seconds, reason=reason)
+    thinking.decisions.add("scored", value=score, accepted=accepted, seconds=seconds, reason=reason)
     return accepted
 
 

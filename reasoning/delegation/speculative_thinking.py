@@ -59,7 +59,7 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
     """
     overload = Overload(settings)
     if not settings.small_reasons and settings.begin_tokens:
-        thinking.trace.add("triggered", rule="begin", detail="")
+        thinking.decisions.add("triggered", rule="begin", detail="")
         await hand_over(thinking, settings.begin_tokens)
     while thinking.over is None:
         if not (thinking.has("small") and thinking.room("small")):
@@ -75,7 +75,7 @@ async def speculative_thinking(thinking: Thinking, settings: SpeculativeThinking
 async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload) -> None:
     """Check the triggers at a blank line."""
     if overload.due:
-        thinking.trace.add("triggered", rule="overload", detail=f"{overload.doubts} doubts")
+        thinking.decisions.add("triggered", rule="overload", detail=f"{overload.doubts} doubts")
         await thinking.keep(Step(RECAP, "base", "length"))
         await hand_over(thinking, overload.take())
         return
@@ -95,12 +95,12 @@ async def look_ahead(thinking: Thinking, settings: SpeculativeThinkingSettings, 
 
 async def reflect(thinking: Thinking, settings: SpeculativeThinkingSettings, overload: Overload, peek: Step) -> None:
     """Let the base model write its words in place of `peek`, and more of them where these verify something."""
-    thinking.trace.add("triggered", rule="reflection", detail=MOODS[mood(peek.text)])
+    thinking.decisions.add("triggered", rule="reflection", detail=MOODS[mood(peek.text)])
     await thinking.write("base", thinking.limits("base", settings.peek_tokens, across=True), rejected=peek)
     kept = thinking.steps[-1].text
     overload.doubts += mood(kept) < 0
     if thinking.over is None and _count(VERIFYING, kept):
-        thinking.trace.add("triggered", rule="verification", detail="")
+        thinking.decisions.add("triggered", rule="verification", detail="")
         await hand_over(thinking, settings.verify_tokens)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from agentspec.errors import AgentSpecError
 from agentspec.protocol.forms import FORM_FIELDS
 from agentspec.reasoning.delegation.model_role import Context, ModelRole, Spend, StepLimits, Stopwatch
 from agentspec.reasoning.delegation.steps import BOUNDARY, Author, Step
-from agentspec.reasoning.delegation.trace import Trace
 from agentspec.reasoning.settings import DelegationSettings
 from agentspec.reasoning.tasks import cancel_tasks
 from agentspec.text import partial_end
@@ -26,21 +26,42 @@ _DEFAULTS = SamplingParams()
 _OF_EVERY_CALL = ("labels", "tenant", "speculation", "store", "priority")
 
 
+@dataclass(slots=True)
+class Decisions:
+    """What was decided for one answer, each with its seconds since the beginning; nothing unless they are `asked` for.
+    They hold the text of steps.
+    """
+
+    asked: bool
+    records: list[dict[str, Any]] = field(default_factory=list)
+    _began: float = field(default_factory=time.perf_counter)
+
+    def add(self, event: str, **fields: Any) -> None:
+        if self.asked:
+            seconds = round(time.perf_counter() - self._began, 6)
+            self.records.append({"event": event, "at": seconds, **{name: _plain(one) for name, one in fields.items()}})
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Step):
+        return value
+    return {name: one for name, one in asdict(value).items() if name != "token_ids"}
+
+
 class Thinking:
     """The state that a strategy reads and changes. `over` says why the thinking has ended; None while it goes on.
 
     `proposed` lists the small model's steps, with those that were dropped; `kept` counts the tokens that stayed by
     author, `spent` all generated tokens by role. If the small model or the judge fails, `failed` holds the reason, and
-    the base model continues alone. An error of the base model ends the answer. Decisions are recorded in `trace`.
+    the base model continues alone. An error of the base model ends the answer. `decisions` are recorded for a request
+    that asks where its tokens come from.
     """
 
-    def __init__(
-        self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole], trace: Trace
-    ) -> None:
+    def __init__(self, request: GenerateRequest, settings: DelegationSettings, roles: dict[str, ModelRole]) -> None:
         self.request = request
         self.settings = settings
         self.roles = roles
-        self.trace = trace
+        self.decisions = Decisions(request.token_sources)
         self.steps: list[Step] = []
         self.proposed: list[Step] = []
         self.kept = Counter(small=0, base=0)
@@ -128,7 +149,7 @@ class Thinking:
     def degrade(self, role: str, error: Exception) -> None:
         """Continue without the model in `role`, which failed with `error`."""
         self.failed[role] = error.message if isinstance(error, AgentSpecError) else type(error).__name__
-        self.trace.add("failed", role=role, reason=self.failed[role])
+        self.decisions.add("failed", role=role, reason=self.failed[role])
 
     def room(self, role: str, pending: int = 0) -> int:
         """Tokens that the next step of `role` may have: 0 once a budget or the model's context is used up.
@@ -173,7 +194,7 @@ class Thinking:
     def propose(self, step: Step) -> None:
         """Record a step of the small model that is neither accepted nor rejected yet."""
         self.proposed.append(step)
-        self.trace.add("proposed", step=step)
+        self.decisions.add("proposed", step=step)
 
     async def write(self, author: Author, limits: StepLimits | None = None, *, rejected: Step | None = None) -> None:
         """Let `author` write a step that is final at once, and emit its text. Raises what its backend raises.
@@ -219,9 +240,9 @@ class Thinking:
         self.over = self.over or self._why_over()
         await self.emit(text)
         if rejected is None:
-            self.trace.add("accepted", step=step)
+            self.decisions.add("accepted", step=step)
         else:
-            self.trace.add("rewritten", step=step, rejected=rejected)
+            self.decisions.add("rewritten", step=step, rejected=rejected)
 
     @property
     def inside_paragraph(self) -> bool:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from agentspec.backends.settings import OpenAISettings, TorchSettings
 from agentspec.backends.torch import TorchBackend
 from agentspec.cache import SuffixCache
+from agentspec.cache.settings import CacheSettings
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import AuthenticationError, EngineError
 from agentspec.proxy.app import create_app
@@ -30,7 +31,6 @@ from agentspec.reasoning.settings import (
     STRATEGIES,
     SpecReasonSettings,
     StrategySettings,
-    TraceSettings,
 )
 from agentspec.runtime import Runtime
 from agentspec.settings.load import ModelSettings, Settings
@@ -376,7 +376,7 @@ ANSWERS: dict[bytes, Callable[[Any], object]] = {
 
 
 def secretive(url: str, folder: Path) -> Settings:
-    """Keys from the environment and from files, of clients and of upstreams; a strategy; traces on."""
+    """Keys from the environment and from files, of clients and of upstreams; a strategy; runs kept."""
     (folder / "operator").write_text(f"{SECRET}operator")
     (folder / "upstream").write_text(f"{SECRET}upstream")
     up = OpenAISettings(base_url=url, api_key_file=str(folder / "upstream"), server_kind="other")  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def secretive(url: str, folder: Path) -> Settings:
             "m": ModelSettings(backend="local"),
             "fast": SpecReasonSettings(base="large", small="tiny"),
         },
-        traces=TraceSettings(path=folder / "traces"),
+        cache=CacheSettings(path=folder / "cache", runs_bytes=1 << 20),
     )
 
 
@@ -435,13 +435,15 @@ def test_i4_no_key_and_no_text_is_written_down(
     assert '"event": "internal error"' in written and len(shown) > 40
     assert [line for line in written.splitlines() if SECRET in line or TEXT in line] == []
     assert [one.text for one in shown if SECRET in one.text or SECRET in str(one.headers)] == []
-    traced = "".join(path.read_text() for path in (tmp_path / "traces").iterdir())
-    assert TEXT in traced and SECRET not in traced  # traces were asked for, and prompts are what they are for
+    kept = httpx.get(f"{running.url}/ui/data/runs", headers={"authorization": f"Bearer {SECRET}client"}).text
+    assert TEXT in kept  # runs were asked for, and prompts are what they hold
+    files = [path.read_bytes() for path in (tmp_path / "cache").iterdir() if path.is_file()]
+    assert files and not any(SECRET.encode() in data for data in files)
     assert {request.headers["authorization"] for request in server.requests} == {f"Bearer {SECRET}upstream"}
     assert not any(f"{SECRET}client".encode() in request.body for request in server.requests)
 
 
-def test_i4_without_traces_nothing_is_written(gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i4_without_runs_nothing_is_written(gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     running = gateway({"m": FakeBackend(f"{TEXT}answer")})
     body = {"model": "m", "messages": [{"role": "user", "content": f"{TEXT}prompt"}]}

@@ -4,7 +4,6 @@ set, since they hold text; requests with `store` off leave none.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
@@ -23,7 +22,6 @@ from agentspec.cache.stored import StoredResponse
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.protocol.deltas import to_delta
 from agentspec.protocol.responses import Accumulator, Choice, speculation_member, usage_object
-from agentspec.protocol.speculation import StepSpeculation
 from agentspec.protocol.token_sources import source_object
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response
@@ -31,7 +29,6 @@ from agentspec.proxy.logs import logger
 from agentspec.proxy.request_context import RequestContext
 from agentspec.proxy.ui.html import one_file
 from agentspec.runtime import Runtime
-from agentspec.settings.load import Settings
 from agentspec.telemetry.gen_ai import events_of, pieces_of
 from agentspec.types import Delta, GenerateRequest
 
@@ -49,15 +46,14 @@ TITLE = 100  # characters
 class Runs:
     """Keeps calls, and reads them. A run is the calls of one session, or one call without any."""
 
-    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._traces = settings.traces.path
         self._thread = ThreadPoolExecutor(1, "agentspec-runs")
         self._room = threading.BoundedSemaphore(MOST_WAITING)
 
     @staticmethod
     def asking(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        """The requests, which also ask where each token comes from."""
+        """The requests, which also ask where each token comes from, and what a strategy decides."""
         return [replace(request, token_sources=request.token_sources or request.store) for request in requests]
 
     async def follow(
@@ -99,25 +95,17 @@ class Runs:
         }
         head = (f"run-{uuid.uuid4().hex}", context.tenant, time.time(), labels.session)
         stored = StoredResponse(*head, response=call, items=_new_messages(asked), begun=began)
-        trace = done.trace if isinstance(done, StepSpeculation) else None
-        self._thread.submit(self._store, stored, read, trace)
+        self._thread.submit(self._store, stored, read)
 
-    def _store(self, stored: StoredResponse, read: Callable[[], Accumulator], trace: str | None) -> None:
+    def _store(self, stored: StoredResponse, read: Callable[[], Accumulator]) -> None:
         try:
-            texts = {"answers": [_answer(choice) for _, choice in read().all()], "decisions": self._decisions(trace)}
+            choices = [choice for _, choice in read().all()]
+            texts = {"answers": [*map(_answer, choices)], "decisions": choices[0].decisions}
             self._runtime.cache.runs.put(replace(stored, response={**stored.response, **texts}))
         except (AgentSpecError, ValueError) as error:  # also of a cache that was closed meanwhile
             logger.warning("a call was not kept", exception=type(error).__name__)
         finally:
             self._room.release()
-
-    def _decisions(self, trace: str | None) -> list[dict[str, Any]]:
-        """What a strategy recorded for an answer, between the trace's head and the text."""
-        with suppress(OSError, ValueError):
-            if trace and self._traces:
-                lines = (self._traces.expanduser() / f"{trace}.jsonl").read_text("utf-8").splitlines()
-                return [json.loads(line) for line in lines[1:-1]]
-        return []
 
     async def list_page(self, request: Request) -> Response:
         """`GET /ui/data/runs`: the tenant's runs, the newest first."""

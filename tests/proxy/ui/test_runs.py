@@ -18,7 +18,7 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
 from agentspec.cache.stored import StoredResponse
-from agentspec.reasoning.settings import SpecReasonSettings, TraceSettings
+from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.settings.load import Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import FakeBackend
@@ -243,7 +243,7 @@ def test_a_run_fits_and_can_be_read_by_all(shown: Any, violations: Any, width: i
     assert violations(page) == []
 
 
-def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: Any, tmp_path: Path) -> None:
+def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: Any) -> None:
     """SpecReason itself, over models that reason in the same way each time."""
 
     def steps(second: str) -> ThinkingModel:
@@ -255,7 +255,6 @@ def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: 
         backends={name: TorchSettings(model=name) for name in ("large", "small")},
         models={"local": SpecReasonSettings(base="large", small="small")},
         cache=CacheSettings(runs_bytes=1 << 20),
-        traces=TraceSettings(path=tmp_path),
     )
     running = gateway({"large": steps("Two.\n\n"), "small": steps("Too.\n\n")}, settings)
     ask(running.url, x_agentspec_session="s")
