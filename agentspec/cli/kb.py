@@ -87,15 +87,17 @@ def build_datastore(
     corpus: Annotated[list[Path], typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
     out: Annotated[
         Path,
-        typer.Option(help="Its folder; an unfinished datastore is continued", file_okay=False, callback=creatable),
+        typer.Option(help="Folder to make; a datastore there is replaced", file_okay=False, callback=creatable),
     ],
     model: ModelOption = "smollm2-135m",
 ) -> None:
     """Read a corpus (JSON lines with "text") and store the hidden state before every token: 2 bytes a number."""
     import anyio
 
+    from agentspec.reasoning.retrieval.knowledge.folder import require_replaceable
     from agentspec.recordings.corpus import read_texts
 
+    require_replaceable(out)
     texts = [text for file in corpus for text in read_texts(file)]  # before torch is imported
 
     from agentspec.backends.settings import TorchSettings

@@ -73,7 +73,7 @@ def build(
 
     Raises `ConfigurationError` for an empty corpus, duplicate ids, and a folder that holds something else.
     """
-    with _replacing(folder) as fresh:
+    with replacing(folder) as fresh:
         index = index_of(documents, kind, encoder, advance)
         index.save(fresh)
         with (fresh / _DOCUMENTS).open("w", encoding="utf-8") as file:
@@ -214,13 +214,15 @@ def _ordered(documents: Sequence[Document]) -> list[Document]:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise `ConfigurationError` for a folder that holds something else than a knowledge base."""
+    """Raise `ConfigurationError` for a folder that holds something else than a knowledge base or a datastore."""
     if folder.exists() and not (folder / _MANIFEST).is_file():
-        raise ConfigurationError(f"{folder} exists and is no knowledge base: name another folder", param="out")
+        raise ConfigurationError(
+            f"{folder} exists and is no knowledge base or datastore: name another folder", param="out"
+        )
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path) -> Iterator[Path]:
     """A new folder that becomes `folder` when the block ends without an error."""
     folder = folder.absolute()
     require_replaceable(folder)

@@ -49,7 +49,7 @@ async def folder(backend: TorchBackend, tmp_path_factory: pytest.TempPathFactory
     """A datastore of sentences that repeat each other's words, some of them whole."""
     dice = random.Random(5)
     texts = [" ".join(dice.choices(WORDS, k=12)) for _ in range(12)]
-    folder = tmp_path_factory.mktemp("store")
+    folder = tmp_path_factory.mktemp("knn") / "store"
     await build([*texts, *texts[:4]], folder, backend, lambda documents: None)
     return folder
 
@@ -209,7 +209,7 @@ async def test_the_base_must_be_local() -> None:
 
 def store_of(keys: Any) -> Datastore:
     keys = np.asarray(keys, np.float16)
-    manifest = DatastoreManifest("m", "f", "c", keys.shape[1], 1, len(keys), True)
+    manifest = DatastoreManifest("m", "f", keys.shape[1], 1, len(keys))
     return Datastore(manifest, keys, np.arange(len(keys), dtype=np.int32) % 7)
 
 
