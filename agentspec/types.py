@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agentspec.protocol.token_sources import TokenSource
-
 DEFAULT_TENANT = "default"
 _TOKEN_BYTES = 16  # of a token besides its text, at least
 
@@ -337,6 +335,32 @@ class Speculation:
     @property
     def forwards(self) -> int:
         return self.steps if self.steps_are_forwards else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedDraft:
+    """Drafted text that the model did not write, from the first token that differs on along its likeliest branch.
+    `probability` is that token's, as in `TokenSource`.
+    """
+
+    text: str
+    source: str
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Where one token of an answer came from. `source` is one of `Source.NAMES`, None for the model's own draw.
+
+    `probability` is the calibrated probability, before the model verified it, that the draft would be accepted up to
+    here. `rejected` are the drafts for this place that were not. `forward` numbers the forwards of the answer from 0.
+    """
+
+    text: str
+    source: str | None
+    probability: float | None
+    rejected: tuple[RejectedDraft, ...]
+    forward: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def command_group(help: str) -> typer.Typer:
-    """The commands of one subject. Help is plain text: Rich takes what stands in brackets, as defaults, for markup."""
-    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
+    """The commands of one subject, by name also where there is but one, for which typer wants a callback. Help is plain
+    text: Rich takes what stands in brackets, as defaults, for markup.
+    """
+    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None, callback=lambda: None)
 
 
 class ErrorGroup(TyperGroup):

@@ -25,16 +25,6 @@ class KindName(StrEnum):
     bm25 = "bm25"
 
 
-@app.callback()
-def of_documents() -> None:
-    """Make knowledge bases."""
-
-
-@knn.callback()
-def of_hidden_states() -> None:
-    """Build a KNN-LM datastore."""
-
-
 @app.command()
 def build(
     corpus: Annotated[Path, typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],

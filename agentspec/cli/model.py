@@ -11,11 +11,6 @@ from agentspec.cli.common import command_group
 app = command_group("Fetch models, and list the built-in ones.")
 
 
-@app.callback()
-def model() -> None:
-    """Fetch models, and list the built-in ones."""
-
-
 @app.command()
 def fetch(
     name: Annotated[

@@ -29,11 +29,6 @@ class Preset(StrEnum):
     gpqa = "gpqa"
 
 
-@app.callback()
-def of_strategies() -> None:
-    """Measure strategies that delegate thinking."""
-
-
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
-from agentspec.protocol.token_sources import TokenSource, source_object
 from agentspec.protocol.tools import ToolCalls
 from agentspec.protocol.wire import DONE
-from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, Usage
+from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, TokenSource, Usage
 
 LOWEST_LOGPROB = -9999.0  # how OpenAI writes a probability of zero; JSON has no infinity
 
@@ -163,6 +162,11 @@ class ChunkWriter(ApiWriter):
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         counts = speculation_member(self.answer.speculation)
         return self._wrap(self.kind, choices, usage=usage_object(self.answer.usage), **counts)
+
+
+def source_object(token: TokenSource) -> dict[str, Any]:
+    """A token and where it came from; what is not known of it is left out."""
+    return {name: value for name, value in asdict(token).items() if value not in (None, ())}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -14,10 +14,8 @@ from agentspec.proxy.api import json_response
 from agentspec.proxy.endpoint import Services
 from agentspec.proxy.middleware import RecordedRoute
 from agentspec.proxy.routes.pages import Handler, Pages
-from agentspec.proxy.ui.cache import cache_routes
 from agentspec.proxy.ui.html import PAGE
-from agentspec.proxy.ui.now import now_routes
-from agentspec.proxy.ui.workflows import workflow_routes
+from agentspec.proxy.ui.views import data_routes
 from agentspec.version import __version__
 
 ROOT = "/ui"
@@ -45,13 +43,11 @@ def page_files() -> dict[str, Path]:
 
 
 def page_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
-    """Every route of the page. A view that fetches data adds its own here."""
+    """Every route of the page. Those of runs are there where runs are kept."""
     for path, file in page_files().items():
         yield RecordedRoute(path, _sending(file), "GET")
     yield RecordedRoute(f"{ROOT}/data/session", _describing(services), "GET")
-    yield from now_routes(services, pages)
-    yield from workflow_routes(services, pages)
-    yield from cache_routes(services, pages)
+    yield from data_routes(services, pages)
     if (runs := services.runs) is not None:
         yield RecordedRoute(f"{ROOT}/data/runs", runs.list_page, "GET", "uses_models")
         yield RecordedRoute(f"{ROOT}/data/run", runs.run_page, "GET", "uses_models")

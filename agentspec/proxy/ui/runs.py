@@ -21,8 +21,7 @@ from starlette.types import Message
 from agentspec.cache.stored import StoredResponse
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.protocol.deltas import to_delta
-from agentspec.protocol.responses import Accumulator, Choice, speculation_member, usage_object
-from agentspec.protocol.token_sources import source_object
+from agentspec.protocol.responses import Accumulator, Choice, source_object, speculation_member, usage_object
 from agentspec.proxy.answer import RequestAnswer
 from agentspec.proxy.api import json_response
 from agentspec.proxy.logs import logger

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from agentspec.backends.torch.engine.speculator import Proposal
-from agentspec.protocol.token_sources import RejectedDraft, TokenSource
-from agentspec.types import Delta, Source
+from agentspec.types import Delta, RejectedDraft, Source, TokenSource
 
 
 class TokenOrigins:

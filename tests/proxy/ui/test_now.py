@@ -91,7 +91,7 @@ def events(url: str, headers: dict[str, str] | None = None) -> Iterator[Any]:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A viewer's next event comes at once."""
-    monkeypatch.setattr("agentspec.proxy.ui.now.EVENT_SECONDS", 0.01)
+    monkeypatch.setattr("agentspec.proxy.ui.views.EVENT_SECONDS", 0.01)
     monkeypatch.setattr("agentspec.telemetry.history.EVERY", 0.01)
     monkeypatch.setattr("agentspec.telemetry.history.FRESH", 0.0)
 
@@ -185,7 +185,7 @@ def test_data_needs_a_known_key_and_what_concerns_all_an_operators(keyed: Any) -
 def test_viewers_and_points_are_bounded_and_a_stream_ends_with_its_viewer(
     keyed: Any, until: Any, slept: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentspec.proxy.ui.now.MOST_VIEWERS", 1)
+    monkeypatch.setattr("agentspec.proxy.ui.views.MOST_VIEWERS", 1)
     monkeypatch.setattr("agentspec.telemetry.history.POINTS", 3)
     running, seen, loads = keyed(FakeBackend("ok")), list[float](), set()
     with closing(events(running.url, key_of("watch"))) as viewer:

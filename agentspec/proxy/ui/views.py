@@ -1,31 +1,49 @@
-"""What the view *Cache* shows, and the deletion that it offers. A tenant sees and deletes its own, an operator all."""
+"""What views of the page fetch: *Now* the figures of the gateway, *Workflows* calls of each tenant by step, *Cache*
+what it holds, with the deletion that it offers. A tenant sees and deletes its own, an operator all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import anyio
 from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from agentspec.backends.base import is_local
 from agentspec.cache.settings import parse_span
+from agentspec.errors import OverloadedError
 from agentspec.protocol.validation import Closed, Refused, Text
+from agentspec.protocol.wire import encode, event
+from agentspec.proxy.admission import Slots, until_disconnect
+from agentspec.proxy.answer import EVENT_STREAM, RequestAnswer, piece
 from agentspec.proxy.api import json_response
 from agentspec.proxy.body.reading import parse_object, read_body
 from agentspec.proxy.endpoint import Services
 from agentspec.proxy.middleware import RecordedRoute
 from agentspec.proxy.routes.pages import Pages
-from agentspec.proxy.ui.workflows import visible_tenant
 from agentspec.runtime import Runtime
+from agentspec.telemetry.history import POINTS
 
+MOST_VIEWERS = 16
+EVENT_SECONDS = 2.0
 MOST_BYTES = 16 << 10  # of a body that says what to forget
 
 
-def cache_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
+def data_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
+    async def workflows(request: Request) -> Response:
+        shown = visible_tenant(request)
+        rows: list[dict[str, Any]] = []
+        for tenant, statistics in list(pages.steps.items()):
+            if shown in (None, tenant):
+                rows += [{"tenant": tenant, **asdict(row)} for row in statistics.rows()]
+        return json_response({"rows": rows})
+
     async def cache(request: Request) -> Response:
         runtime, tenant = services.ready(), visible_tenant(request)
         return json_response(await anyio.to_thread.run_sync(_holdings, runtime, tenant))
@@ -41,8 +59,53 @@ def cache_routes(services: Services, pages: Pages) -> Iterator[RecordedRoute]:
         pending = await anyio.to_thread.run_sync(lambda: runtime.cache.stats().erasure_pending)
         return json_response({"forgotten": forgotten, "erasure_pending": pending})
 
+    yield RecordedRoute("/ui/data/now", NowStream(pages, services.slots), "GET", "reads_metrics")
+    yield RecordedRoute("/ui/data/workflows", workflows, "GET")
     yield RecordedRoute("/ui/data/cache", cache, "GET")
     yield RecordedRoute("/ui/data/cache/forget", forget, "POST")
+
+
+def visible_tenant(request: Request) -> str | None:
+    """The tenant that the request's key may see; None: an operator's, which sees all."""
+    key = RequestAnswer.of(request.scope).key
+    assert key is not None
+    return None if key.reads_metrics else key.tenant
+
+
+@dataclass(slots=True)
+class NowStream:
+    """A stream of events, each with the figures of `now`, and the `points` of the history that are new to the viewer.
+    It ends with its viewer, or when the gateway drains.
+    """
+
+    pages: Pages
+    slots: Slots
+    viewers: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.viewers >= MOST_VIEWERS:
+            raise OverloadedError(f"{MOST_VIEWERS} viewers watch this gateway already; close one, or try again later")
+        gauge = self.pages.registry.in_flight
+        self.viewers += 1
+        gauge.dec()  # who watches is no load
+        try:
+            async with until_disconnect(receive):
+                await self._send(RequestAnswer.of(scope))
+        finally:
+            gauge.inc()
+            self.viewers -= 1
+
+    async def _send(self, answer: RequestAnswer) -> None:
+        history, seen = self.pages.history, 0
+        await answer.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        while not self.slots.closed:
+            now, new = await history.now(), history.added - seen
+            points = list(history.points)[-new:] if new else []
+            seen += new
+            shown = {"most": POINTS, "points": points, "now": now}
+            await answer.send(piece(event(encode(shown))))
+            await asyncio.sleep(EVENT_SECONDS)
+        await answer.send({"type": "http.response.body", "body": b""})
 
 
 def _span(value: Any) -> Any:
