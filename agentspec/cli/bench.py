@@ -8,7 +8,7 @@ from contextlib import closing
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -31,6 +31,7 @@ TracesOption = Annotated[
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Folder with a ChatML tokenizer.json, for --traces", exists=True, file_okay=False)
 ]
+ShapeOption = Annotated[Literal["tiny", "1b", "3b", "8b"], typer.Option(help="Sizes of the random model")]
 LearnedOption = Annotated[int, typer.Option(help="Calls of each file that are learned, not timed", min=0)]
 
 
@@ -226,23 +227,11 @@ def retrieval(
     publish(measure, json, packages=TORCH, subject={"model": model, "encoder": encoder})
 
 
-class ModelShape(StrEnum):
-    tiny = "tiny"
-    small = "1b"
-    medium = "3b"
-    large = "8b"
-
-
-class DeviceKind(StrEnum):
-    cuda = "cuda"
-    cpu = "cpu"
-
-
 @app.command()
 def vllm(
     python: Annotated[Path | None, typer.Option(help="Interpreter with vLLM [default: of .venv-vllm]")] = None,
-    device: Annotated[DeviceKind, typer.Option(help="What that vLLM runs on")] = DeviceKind.cuda,
-    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.medium,
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="What that vLLM runs on")] = "cuda",
+    shape: ShapeOption = "3b",
     variant: Annotated[list[str] | None, typer.Option(help="Drafters, as agentspec, ngram_gpu [default: all]")] = None,
     part: Annotated[list[str] | None, typer.Option(help="answers or calls; both if not given")] = None,
     traces: TracesOption = None,
@@ -267,7 +256,7 @@ def vllm(
     if found is None:
         raise typer.BadParameter("no vLLM found: run .ci/vllm-env, or name an interpreter", param_hint="--python")
     plan = ForcedPlan(
-        found, device.value, shape.value, tuple(variant or ()), parts,
+        found, device, shape, tuple(variant or ()), parts,
         tuple(traces or ()), tokenizer, learned, seconds, start, together=at_once,
     )  # fmt: skip
     if not publish(partial(run_forced, plan), json, subject={"interpreter": str(found)}).sound:
@@ -276,7 +265,7 @@ def vllm(
 
 @app.command()
 def gpu(
-    shape: Annotated[ModelShape, typer.Option(help="Sizes of the random model")] = ModelShape.large,
+    shape: ShapeOption = "8b",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     seconds: Annotated[float, typer.Option(help="What does not fit in so much time is left out", min=1)] = 570.0,
@@ -291,7 +280,7 @@ def gpu(
 
     if bool(traces) != (tokenizer is not None):
         raise typer.BadParameter("--traces and --tokenizer go together")
-    plan = GpuPlan(shape.value, device, dtype, seconds, tuple(traces or ()), tokenizer, questions, learned)
+    plan = GpuPlan(shape, device, dtype, seconds, tuple(traces or ()), tokenizer, questions, learned)
     if not publish(partial(run_gpu, plan), json, packages=TORCH).sound:
         raise typer.Exit(FAILED)
 

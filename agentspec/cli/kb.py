@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,19 +18,15 @@ app = command_group("Make knowledge bases.")
 knn = command_group("Build a KNN-LM datastore.")
 
 
-class KindName(StrEnum):
-    dense = "dense"
-    hnsw = "hnsw"
-    bm25 = "bm25"
-
-
 @app.command()
 def build(
     corpus: Annotated[Path, typer.Argument(metavar="CORPUS", exists=True, dir_okay=False)],
     out: Annotated[
         Path, typer.Option(help="Folder to make; an index there is replaced", file_okay=False, callback=creatable)
     ],
-    kind: Annotated[KindName, typer.Option(help="Embeddings, the same by a graph, or words")] = KindName.dense,
+    kind: Annotated[
+        Literal["dense", "hnsw", "bm25"], typer.Option(help="Embeddings, the same by a graph, or words")
+    ] = "dense",
     model: Annotated[str | None, typer.Option(help="Embedding model: a name or folder", show_default="minilm")] = None,
     skip_bad: SkipOption = False,
     json: JsonOption = False,
@@ -44,18 +39,18 @@ def build(
     from agentspec.reasoning.retrieval.knowledge.folder import load_encoder
     from agentspec.recordings.corpus import read_corpus
 
-    if kind is KindName.bm25 and model is not None:
+    if kind == "bm25" and model is not None:
         raise ConfigurationError("--kind bm25 searches by words: leave --model out", param="model")
     model = model or "minilm"
     folder.require_replaceable(out)
-    import_module("bm25s" if kind is KindName.bm25 else "faiss")  # a missing extra is reported before the encoding
+    import_module("bm25s" if kind == "bm25" else "faiss")  # a missing extra is reported before the encoding
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         documents = list(counted(read_corpus(corpus, on_bad), str(corpus), advance))
-        encoder = None if kind is KindName.bm25 else load_encoder(model)
+        encoder = None if kind == "bm25" else load_encoder(model)
         try:
             shown = partial(advance, total=len(documents))
-            manifest = folder.build(documents, out, kind.value, encoder=encoder, model=_lasting(model), advance=shown)
+            manifest = folder.build(documents, out, kind, encoder=encoder, model=_lasting(model), advance=shown)
         finally:
             if encoder is not None:
                 encoder.close()

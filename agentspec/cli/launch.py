@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio
 import typer
@@ -28,16 +27,11 @@ _CLAUDE_MODELS = (
 _CLAUDE_UNSET = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY")
 
 
-class Agent(StrEnum):
-    claude = "claude"
-    codex = "codex"
-
-
-_PACKAGES = {Agent.claude: "@anthropic-ai/claude-code", Agent.codex: "@openai/codex"}
+_PACKAGES = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex"}
 
 
 def launch(
-    agent: Annotated[Agent, typer.Argument(metavar="AGENT", help="Which agent to start")],
+    agent: Annotated[Literal["claude", "codex"], typer.Argument(metavar="AGENT", help="Which agent to start")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARG", help="Arguments of the agent, after --")
     ] = None,
@@ -59,8 +53,8 @@ def launch(
     base = (url or address_of(load(config).server)).rstrip("/").removesuffix("/v1")
     key = os.environ.get(KEY_VARIABLE)
     model = _chosen(anyio.run(_models, base, key), model, base)
-    options, environment = _codex(base, model, key) if agent is Agent.codex else ([], _claude(base, model, key))
-    removed = [name for name in _CLAUDE_UNSET if agent is Agent.claude and name in os.environ]
+    options, environment = _codex(base, model, key) if agent == "codex" else ([], _claude(base, model, key))
+    removed = [name for name in _CLAUDE_UNSET if agent == "claude" and name in os.environ]
     shown = {name: "****" if value == key else value for name, value in environment.items()}
     for line in (*(f"{name}={value}" for name, value in shown.items()), *(f"-c {one}" for one in options[1::2])):
         typer.echo(f"agentspec: sets {line}", err=True)
@@ -68,7 +62,7 @@ def launch(
         typer.echo(f"agentspec: leaves out {name}", err=True)
     sys.stderr.flush()
     passed = {name: value for name, value in os.environ.items() if name not in removed} | environment
-    os.execve(program, [agent.value, *options, *(arguments or ())], passed)  # its signals and exit code are the agent's
+    os.execve(program, [agent, *options, *(arguments or ())], passed)  # its signals and exit code are the agent's
 
 
 def _claude(base: str, model: str, key: str | None) -> dict[str, str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,19 +22,13 @@ if TYPE_CHECKING:
 app = command_group("Measure strategies that delegate thinking.")
 
 
-class Preset(StrEnum):
-    boxed = "boxed"
-    newlines = "newlines"
-    gpqa = "gpqa"
-
-
 @app.command("eval")
 def evaluate(
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False)],
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="The strategy's model, unless there is but one")] = None,
     prompt: Annotated[
-        Preset | None,
+        Literal["boxed", "newlines", "gpqa"] | None,
         typer.Option(
             help="A line that asks for a box, or SpecReason's words", show_default="newlines, gpqa for choices"
         ),

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from agentspec.cli.common import ConfigOption, load
-
-
-class LogLevel(StrEnum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
 
 
 def serve(
@@ -27,7 +19,9 @@ def serve(
     store: Annotated[
         bool | None, typer.Option("--store/--no-store", help="Keep what requests wrote [default: --store]")
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log")] = LogLevel.info,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least severe messages to log")
+    ] = "info",
 ) -> None:
     """Run the OpenAI-compatible gateway until SIGTERM, which drains it.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from agentspec.backends.settings import OpenAISettings, PoolSpec, PoolTarget
-from agentspec.errors import ConfigurationError, suggestion
-from agentspec.placement import DEFAULT_POLICY, POLICIES
+from agentspec.errors import ConfigurationError
+from agentspec.placement import DEFAULT_POLICY
 from agentspec.reasoning.settings import StrategySettings
 from agentspec.settings_model import SettingsModel
 
@@ -26,23 +26,14 @@ class ModelSettings(SettingsModel):
     backends: tuple[str, ...] | None = Field(
         default=None, min_length=1, description="Instead of backend: several, of kind openai, that serve the model"
     )
-    placement: str = Field(
-        default=DEFAULT_POLICY, description=f"Which of several servers takes a call: {', '.join(POLICIES)}"
+    placement: Literal["round_robin", "least_loaded", "workflow"] = Field(
+        default="workflow", description="Which of several servers takes a call: round_robin, least_loaded, workflow"
     )
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The backends that serve it."""
         return self.backends or (self.backend or "",)
-
-    @field_validator("placement")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise ValueError(
-                f"{value!r} is no placement policy; known: {', '.join(POLICIES)}{suggestion(value, POLICIES)}"
-            )
-        return value
 
     @model_validator(mode="after")
     def _one_way_to_backends(self) -> Self:

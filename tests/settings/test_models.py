@@ -41,7 +41,7 @@ def load(tmp_path: Path, text: str) -> Settings:
         ('[models.m]\nbackends = ["a", "a"]\n', "models.m: backends names 'a' twice"),
         ('[models.m]\nbackends = ["a", "bb"]\n', "models.m.backends = 'bb' names no backend"),
         ('[models.m]\nbackends = ["a", "here"]\n', "models.m.backends = 'here': only backends of kind openai"),
-        ('[models.m]\nbackends = ["a"]\nplacement = "round_robbin"\n', "did you mean 'round_robin'?"),
+        ('[models.m]\nbackends = ["a"]\nplacement = "round_robbin"\n', "'round_robin', 'least_loaded' or 'workflow'"),
         ('[backends.c]\nkind = "openai"\nbase_urls = []\n', "backends.c.base_urls"),
         ('[backends.c]\nkind = "openai"\nbase_urls = ["http://x/v1", "http://x/v1"]\n', "names x:80/v1 twice"),
         (
