@@ -20,13 +20,15 @@ DEPTH = 64
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 20, 40)
 RECENCY_BONUS = 1.0
 NEGLIGIBLE = 1e-4
-PRIOR_TRIES, MEMORY = 6.0, 400.0
+PRIOR_TRIES, PRIOR_TOTAL, MEMORY = 6.0, 3, 400.0
+WORTH = 0.35
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
 END_TOKENS = 64
 COMMON_TOKENS, RARE = 600, 2**31 - 2
 SHAPE_DEPTH = 8
 SHAPES = 3  # what levels of shapes are rated as
+RANKS = [(shapes, length) for shapes in (True, False) for length in LENGTHS]  # the last are looked at first
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,13 @@ class Level:
     @property
     def cell(self) -> Cell:
         """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
-        excluded = 1 + bucket(self.excluded, 4) if self.excluded else 0
-        return self.rated, self.length, bucket(self.counts.total(), 8), bucket(len(self.counts), 5), excluded
+        totals, distinct = bucket(self.counts.total(), 8), bucket(len(self.counts), 5)
+        return self.rated, self.length, totals, distinct, exclusions(self.excluded)
+
+    @property
+    def rank(self) -> int:
+        """Its place in `RANKS`."""
+        return RANKS.index((self.rated == SHAPES, self.length))
 
     def weight(self, token: int) -> float:
         """A token's count, with a bonus for the most recent. Tokens share the level's probability by weight."""
@@ -148,9 +155,19 @@ def levels(indexes: Sequence[tuple[ReferenceIndex, int]], context: Sequence[int]
                     offered.update(counts)
 
 
+def exclusions(excluded: int) -> int:
+    """The bucket of the number of symbols that levels before offered."""
+    return 1 + bucket(excluded, 4) if excluded else 0
+
+
 def bucket(n: float, buckets: int) -> int:
     """The bucket of `n`: 0, 1, 2, 3, ... for `n` up to 1, 2, 4, 8, ...; the last bucket takes all larger `n`."""
     return min(buckets - 1, max(0, math.ceil(math.log2(n))))
+
+
+def one_more(hits: float, tries: float, hit: bool) -> tuple[float, float]:
+    scale = 0.5 if tries + 1.0 > MEMORY else 1.0
+    return (hits + hit) * scale, (tries + 1.0) * scale
 
 
 @dataclass
@@ -181,18 +198,45 @@ Node = tuple[int, int, float, int, int]
 
 
 @dataclass
+class Branch:
+    """A node of a tree, -1 for the context, and its levels that were not looked at."""
+
+    node: int
+    path: tuple[int, ...]
+    levels: Iterator[Level]
+    reach: float  # probability of the node and of none of the tokens offered so far
+    reported: float  # the same, corrected for depth
+    next: Level | None = None
+
+    def __post_init__(self) -> None:
+        self.next = next(self.levels, None)
+
+
+@dataclass
 class ReferenceDrafter:
     """Learns the hit rate of every kind of level, and how often outputs go on after tokens that ended an output."""
 
     rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
     depths: DepthCorrection = field(default_factory=DepthCorrection)
     leads: DepthCorrection = field(default_factory=DepthCorrection)
+    rests: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def record(self, cell: Cell) -> tuple[float, float]:
         """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
         log_odds = (-3.3 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
         return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
+
+    def rest(self, rank: int, excluded: int) -> tuple[float, float]:
+        """(hits, tries) of the levels of a rank and below, behind levels that offered so many (a bucket) symbols."""
+        shapes, length = RANKS[rank]
+        guess = self.record((SHAPES if shapes else 0, length, PRIOR_TOTAL, -1, excluded))
+        return self.rests.get((rank, excluded), guess)
+
+    def hope(self, level: Level) -> float:
+        """How likely the levels from this one on hold the next token, weighed against a single candidate."""
+        cells = [self.rest(rank, exclusions(level.excluded)) for rank in range(level.rank + 1)]
+        return WORTH * max(hits / tries for hits, tries in cells)
 
     def goes_on(self, token: int) -> float:
         ends, gone_on = self.ends.get(token, (0.0, 0.0))
@@ -205,16 +249,31 @@ class ReferenceDrafter:
         for i, token in enumerate(tokens):
             if token in self.ends:
                 self.ends[token] = self.ends[token][0], self.ends[token][1] + 1.0
+            consulted: list[Level] = []
             for level in levels(indexes, [*context, *tokens[:i]]):
+                consulted.append(level)
                 hit = token in level.counts
                 hits, tries = self.record(level.cell)
                 self.depths.record(i, hits / tries, hit)
                 if hit and len(level.counts) > 1:
                     self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
-                scale = 0.5 if tries + 1.0 > MEMORY else 1.0
-                self.rates[level.cell] = (hits + hit) * scale, (tries + 1.0) * scale
+                self.rates[level.cell] = one_more(hits, tries, hit)
                 if hit:
                     break
+            self.observe_rest(consulted, token)
+
+    def observe_rest(self, consulted: Sequence[Level], token: int) -> None:
+        """Learn whether the levels from each rank on held the token."""
+        if not consulted:
+            return
+        last, high = consulted[-1], consulted[0].rank
+        steps = [(level.rank, level.excluded) for level in consulted]
+        if not (hit := token in last.counts):
+            steps.append((0, last.excluded + len(last.counts)))
+        for low, excluded in steps:
+            for rank in range(low, high + 1):
+                self.rests[rank, exclusions(excluded)] = one_more(*self.rest(rank, exclusions(excluded)), hit)
+            high = low
 
     def observe_end(self, token: int) -> None:
         ends, gone_on = self.ends.get(token, (0.0, 0.0))
@@ -232,34 +291,60 @@ class ReferenceDrafter:
     ) -> list[Node]:
         """Rows of (token, parent, path probability, match length, source), likeliest path first.
 
-        The rates over all depths decide the order; the reported probabilities are corrected for depth.
+        The rates over all depths decide the order; the reported probabilities are corrected for depth. A node's next
+        level is looked at when it may be hoped to offer something as likely as the likeliest candidate found so far.
         """
         tree: list[Node] = []
         open_: list[tuple[float, int, int, int, int, float]] = []
+        branches: list[Branch] = []
         node, reach, reported = -1, 1.0, 1.0
+        path: tuple[int, ...] = ()
         while len(tree) < max_tokens and context:
-            path, at = [], node
-            while at >= 0:
-                path.append(tree[at][0])
-                at = tree[at][1]
-            for level in levels(indexes, [*context, *reversed(path)]):
-                hits, tries = self.record(level.cell)
-                rate, corrected = hits / tries, self.depths.correct(len(path), hits / tries)
-                for token, share in self.shares(level, len(path)).items():
-                    probability = reach * rate / level.weights * level.weight(token)
-                    if probability >= NEGLIGIBLE and reported * corrected * share >= min_probability:
-                        entry = (-probability, node, token, level.length, level.source, reported * corrected * share)
+            branches.append(Branch(node, path, levels(indexes, [*context, *path]), reach, reported))
+            while branch := self.most_hoped_for(branches, -open_[0][0] if open_ else NEGLIGIBLE, min_probability):
+                for entry in self.offers(branch):
+                    if -entry[0] >= NEGLIGIBLE and entry[-1] >= min_probability:
                         heappush(open_, entry)
-                reach, reported = reach * (1.0 - rate), reported * (1.0 - corrected)
             if not open_:
                 break
             score, parent, token, length, source, reported = heappop(open_)
             if chain:
                 open_.clear()
+                branches.clear()
             tree.append((token, parent, reported, length, source))
             node, goes_on = len(tree) - 1, self.goes_on(token)
-            reach, reported = -score * goes_on, reported * goes_on
+            reach, reported, path = -score * goes_on, reported * goes_on, self.path(tree, node)
         return tree
+
+    def most_hoped_for(self, branches: Sequence[Branch], best: float, min_probability: float) -> Branch | None:
+        """The branch to look at next; of equals the first."""
+        hopes = [
+            (branch.reach * self.hope(branch.next), -branch.node, branch)
+            for branch in branches
+            if branch.next and branch.reported >= min_probability
+        ]
+        hope, _, branch = max(hopes, key=lambda each: each[:2], default=(0.0, 0, None))
+        return branch if hope >= best else None
+
+    def offers(self, branch: Branch) -> Iterator[tuple[float, int, int, int, int, float]]:
+        """The candidates in a branch's next level, which is then behind it."""
+        level = branch.next
+        assert level is not None
+        hits, tries = self.record(level.cell)
+        rate, corrected = hits / tries, self.depths.correct(len(branch.path), hits / tries)
+        for token, share in self.shares(level, len(branch.path)).items():
+            probability = branch.reach * rate / level.weights * level.weight(token)
+            yield -probability, branch.node, token, level.length, level.source, branch.reported * corrected * share
+        branch.reach, branch.reported = branch.reach * (1.0 - rate), branch.reported * (1.0 - corrected)
+        branch.next = next(branch.levels, None)
+
+    @staticmethod
+    def path(tree: Sequence[Node], node: int) -> tuple[int, ...]:
+        path = []
+        while node >= 0:
+            path.append(tree[node][0])
+            node = tree[node][1]
+        return tuple(reversed(path))
 
     def shares(self, level: Level, depth: int) -> dict[int, float]:
         """Each token's share of the level's probability: the leader's corrected, the others in their proportions."""

@@ -16,7 +16,7 @@ namespace {
 constexpr double kNegligible = 1e-4;       // path probability not worth following
 constexpr std::size_t kKeptWalks = 256;    // more are given back after a draft
 constexpr std::size_t kKeptSets = 16;      // of walks, for as many threads at once
-constexpr double kAlmost = 1.0 - 1e-9;     // more than rounding can take away
+constexpr double kWorth = 0.35;  // of what the levels left hold: more than their likeliest token most often gets
 
 SearchedIndexes searched_in(std::span<const SourcedIndex> indexes, std::uint32_t scan_limit) {
     SearchedIndexes searched{.scan_limit = scan_limit};
@@ -53,10 +53,10 @@ struct Candidate {
 
 /// A node whose levels are not all looked at.
 struct Branch {
-    double bound;  // on the probability of what they may offer
-    int node;      // -1 for the context itself
+    double hope;  // for the probability of what they may offer
+    int node;     // -1 for the context itself
 
-    bool operator<(const Branch& other) const { return bound < other.bound; }
+    bool operator<(const Branch& other) const { return hope != other.hope ? hope < other.hope : node > other.node; }
 };
 
 /// The greatest first; clearing it keeps its memory.
@@ -100,6 +100,7 @@ private:
 /// What was learned, as far as a draft goes by it.
 struct Learned {
     const HitRates& rates;
+    const RestRates& rests;
     const DepthRates &depths, &leads;
     const EndRates& ends;
 };
@@ -202,7 +203,7 @@ KeptWalks& kept_walks() {
 }
 
 /// Best-first growth of one tree, or of the chain of likeliest children. Levels wait until nothing found so far is
-/// surely likelier than what they may offer: most are never looked at.
+/// likelier than what they may be hoped to offer: most are never looked at.
 class Growth {
 public:
     Growth(const Learned& learned, std::size_t max_tokens, double floor, bool chain, const Deadline& until)
@@ -237,9 +238,10 @@ private:
         reaches_.reserve(nodes + 1);
     }
 
-    /// Look at levels until none can hold anything as likely as the likeliest candidate. False where there is none.
+    /// Look at levels until none may be hoped to hold anything as likely as the likeliest candidate. False where there
+    /// is no candidate.
     bool find() {
-        while (!branches_.empty() && branches_.top().bound >= kAlmost * best()) {
+        while (!branches_.empty() && branches_.top().hope >= best()) {
             const int node = branches_.top().node;
             branches_.pop();
             expand(node);
@@ -251,8 +253,9 @@ private:
     /// Leave the levels that a node has left until they are worth it.
     void wait(int node) {
         const Reach& reach = reaches_[node + 1];
-        const double bound = reach.probability * walks_->of(node).bound(learned_.rates);
-        if (bound >= kAlmost * kNegligible && reach.corrected >= floor_) branches_.push({bound, node});
+        const LevelWalk& walk = walks_->of(node);
+        const double hope = reach.probability * (kWorth * learned_.rests.rate(walk.rank(), walk.offered()));
+        if (hope >= kNegligible && reach.corrected >= floor_) branches_.push({hope, node});
     }
 
     /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
@@ -334,8 +337,8 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     std::optional<Reading> reading(*this);
-    DraftTree tree =
-        Growth({rates_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until).grow(searched, context);
+    DraftTree tree = Growth({rates_, rests_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until)
+                         .grow(searched, context);
     reading.reset();
     if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(false);
     return tree;
@@ -373,12 +376,27 @@ void Drafter::take_in(bool wait) {
 
 void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens) ends_.record(token);
+    for (std::size_t i = 0; i < lesson.outcomes.size();) i = take_in_rest(lesson.outcomes, i);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
         depths_.record(depth, rates_.rate(key), hit);
         if (hit && lead < 1.0) leads_.record(depth, lead, led);
         rates_.record(key, hit);
     }
     if (lesson.end) ends_.record_end(*lesson.end);
+}
+
+/// Learn from the levels consulted for the token whose first outcome is the nth. Returns where the next token's begin.
+std::size_t Drafter::take_in_rest(std::span<const Outcome> outcomes, std::size_t nth) {
+    std::size_t end = nth + 1;
+    while (end < outcomes.size() && outcomes[end].depth == outcomes[nth].depth) ++end;
+    const auto& [last, depth, hit, lead, led] = outcomes[end - 1];
+    for (int high = outcomes[nth].key.rank(); nth < end; ++nth) {
+        const LevelKey& key = outcomes[nth].key;
+        rests_.record(high, key.rank(), key.excluded, hit);
+        high = key.rank();
+    }
+    if (!hit) rests_.record(last.rank(), 1, last.excluded + last.distinct, false);
+    return end;
 }
 
 /// The levels that were consulted for each token, down to the one that held it. What was learned plays no part, so
@@ -432,8 +450,8 @@ void Drafter::observe_end(Token token) {
 
 std::size_t Drafter::memory_bytes() const {
     const std::shared_lock lock(mutex_);
-    return sizeof(*this) + rates_.memory_bytes() + depths_.memory_bytes() + leads_.memory_bytes() +
-           ends_.memory_bytes() + waiting_bytes_;
+    return sizeof(*this) + rates_.memory_bytes() + rests_.memory_bytes() + depths_.memory_bytes() +
+           leads_.memory_bytes() + ends_.memory_bytes() + waiting_bytes_;
 }
 
 void Drafter::keep_ends(std::span<const Token> tokens) {

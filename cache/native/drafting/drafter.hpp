@@ -91,6 +91,7 @@ private:
     void learn(Lesson lesson);
     void take_in(bool wait);
     void take_in(const Lesson& lesson);
+    std::size_t take_in_rest(std::span<const Outcome> outcomes, std::size_t nth);
 
     std::uint32_t scan_limit_;
     mutable std::shared_mutex mutex_;
@@ -98,6 +99,7 @@ private:
     std::vector<Lesson> waiting_;  // put off, the oldest first
     std::atomic<std::size_t> waiting_bytes_{0};
     HitRates rates_;
+    RestRates rests_;
     DepthRates depths_;  // of the hit rate of a level
     DepthRates leads_;  // of the share of a level's leading symbol, once the level is hit
     EndRates ends_;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::size_t kEndTokens = 64;
 constexpr double kPriorTries = 6.0;   // weight of the prior
+constexpr int kPriorTotal = 3;        // bucket of occurrences that a level not looked at is taken to have
 constexpr double kMemory = 400.0;     // tries after which a cell halves: it follows a change of work
 
 constexpr auto kLengthIndex = [] {
@@ -30,11 +31,6 @@ int bucket(double n, int buckets) {
     return place;
 }
 
-/// 0 for 0, else one more than `bucket`, without its steps.
-int excluded_bucket(int excluded, int buckets) {
-    return excluded == 0 ? 0 : 1 + std::min<int>(buckets - 2, std::bit_width(static_cast<unsigned>(excluded - 1)));
-}
-
 /// Hit rate assumed for a cell that has seen nothing: better for long matches and many sightings, worse once longer
 /// levels failed; worse for shapes. Set by hand; it weighs kPriorTries tries against the cell's own record.
 double prior(bool shapes, int length, int total, int excluded) {
@@ -43,41 +39,42 @@ double prior(bool shapes, int length, int total, int excluded) {
     return 1.0 / (1.0 + std::exp(-log_odds));
 }
 
+/// One more try of a cell.
+void count(bool hit, double& hits, double& tries) {
+    hits += hit ? 1.0 : 0.0;
+    tries += 1.0;
+    if (tries > kMemory) {
+        hits *= 0.5;
+        tries *= 0.5;
+    }
+}
+
 }  // namespace
 
 int length_index(int shared) { return kLengthIndex[std::min(shared, kLengths[kLengthCount - 1])]; }
 
-/// The rates by hand, and their bounds, made once.
-struct HitRates::Initial {
-    std::vector<double> cells = std::vector<double>(kRows * kWidth);
-    std::vector<double> limits = std::vector<double>(kRatedSources * 2 * kGroups);
-
-    Initial() {
-        double* c = cells.data();
+const std::vector<double>& HitRates::initial() {
+    static const std::vector<double> made = [] {
+        std::vector<double> cells;
         for (int row = 0; row < kRows; ++row)
             for (int total = 0; total < kTotals; ++total)
                 for (int distinct = 0; distinct < kDistincts; ++distinct)
-                    for (int excluded = 0; excluded < kExcludeds; ++excluded, c += 2) {
-                        c[0] = kPriorTries *
-                               prior(row / kLengthCount == kShapeSource, row % kLengthCount, total, excluded);
-                        c[1] = kPriorTries;
+                    for (int excluded = 0; excluded < kExcludeds; ++excluded) {
+                        const bool shapes = row / kLengthCount == kShapeSource;
+                        cells.push_back(kPriorTries * prior(shapes, row % kLengthCount, total, excluded));
+                        cells.push_back(kPriorTries);
                     }
-        const SharedRows<kRows, kWidth> rows(cells.data());
-        for (int source = 0; source < kRatedSources; ++source) bind(rows, source, &limits[source * 2 * kGroups]);
-    }
-};
-
-const HitRates::Initial& HitRates::initial() {
-    static const Initial made;
+        return cells;
+    }();
     return made;
 }
 
-HitRates::HitRates() : cells_(initial().cells.data()), limits_(initial().limits.data()) {}
+HitRates::HitRates() : cells_(initial().data()) {}
 
 /// Place of a cell in the row of its source and length.
 int HitRates::place(const LevelKey& key) {
     const int total = bucket(key.total, kTotals), distinct = bucket(key.distinct, kDistincts);
-    return 2 * ((total * kDistincts + distinct) * kExcludeds + excluded_bucket(key.excluded, kExcludeds));
+    return 2 * ((total * kDistincts + distinct) * kExcludeds + excluded_bucket(key.excluded));
 }
 
 double HitRates::rate(const LevelKey& key) const {
@@ -87,53 +84,39 @@ double HitRates::rate(const LevelKey& key) const {
 
 void HitRates::record(const LevelKey& key, bool hit) {
     double* c = cells_.own(key.source * kLengthCount + key.length) + place(key);
-    const double before = c[0] / c[1];
-    c[0] += hit ? 1.0 : 0.0;
-    c[1] += 1.0;
-    if (c[1] > kMemory) {
-        c[0] *= 0.5;
-        c[1] *= 0.5;
-    }
-    const int excluded = excluded_bucket(key.excluded, kExcludeds), here = group(key.length, excluded);
-    const double limit = limits_[key.source][here];
-    if (before != limit && c[0] / c[1] <= limit) return;
-    double* limits = limits_.own(key.source);
-    limits[here] = highest(cells_[key.source * kLengthCount + key.length], excluded);
-    spread(limits);
+    count(hit, c[0], c[1]);
 }
 
-double HitRates::bound(std::span<const int> sources, int length, int excluded) const {
-    const int place = kGroups + group(length, excluded_bucket(excluded, kExcludeds));
-    double bound = 0.0;
-    for (const int source : sources) bound = std::max(bound, limits_[source][place]);
-    return bound;
-}
-
-double HitRates::highest(const double* row, int excluded) {
-    double highest = 0.0;
-    for (int cell = excluded; cell < kTotals * kDistincts * kExcludeds; cell += kExcludeds) {
-        highest = std::max(highest, row[2 * cell] / row[2 * cell + 1]);
-    }
-    return highest;
-}
-
-void HitRates::bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits) {
-    for (int length = 0; length < kLengthCount; ++length)
+const std::vector<double>& RestRates::initial() {
+    static const std::vector<double> made = [] {
+        std::vector<double> rows(kExcludeds * 3 * kRanks);
         for (int excluded = 0; excluded < kExcludeds; ++excluded) {
-            limits[group(length, excluded)] = highest(cells[source * kLengthCount + length], excluded);
+            double* row = &rows[excluded * 3 * kRanks];
+            for (const bool shapes : {true, false})
+                for (int length = 0; length < kLengthCount; ++length) {
+                    const int rank = level_rank(shapes, length);
+                    row[rank] = kPriorTries * prior(shapes, length, kPriorTotal, excluded);
+                    row[kRanks + rank] = kPriorTries;
+                }
+            settle(row);
         }
-    spread(limits);
+        return rows;
+    }();
+    return made;
 }
 
-void HitRates::spread(double* limits) {
-    double* bounds = limits + kGroups;
-    for (int length = 0; length < kLengthCount; ++length)
-        for (int excluded = kExcludeds - 1; excluded >= 0; --excluded) {
-            const int here = group(length, excluded);
-            bounds[here] = limits[here];
-            if (length > 0) bounds[here] = std::max(bounds[here], bounds[group(length - 1, excluded)]);
-            if (excluded + 1 < kExcludeds) bounds[here] = std::max(bounds[here], bounds[here + 1]);
-        }
+RestRates::RestRates() : rows_(initial().data()) {}
+
+void RestRates::record(int high, int low, int excluded, bool hit) {
+    double* row = rows_.own(excluded_bucket(excluded));
+    for (int rank = low; rank <= high; ++rank) count(hit, row[rank], row[kRanks + rank]);
+    settle(row);
+}
+
+void RestRates::settle(double* row) {
+    double* rates = row + 2 * kRanks;
+    for (int rank = 1; rank < kRanks; ++rank) rates[rank] = row[rank] / row[kRanks + rank];
+    for (int rank = 1; rank < kRanks; ++rank) rates[rank] = std::max(rates[rank], rates[rank - 1]);
 }
 
 double EndRates::goes_on(std::int32_t token) const {

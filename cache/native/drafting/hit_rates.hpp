@@ -4,6 +4,8 @@
 // a level's visible properties, instead of a formula on its counts.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -30,38 +32,60 @@ struct LevelKey {
     double total;      // occurrences of the symbols it offers
     int distinct;      // number of those symbols
     int excluded;      // number of symbols that longer levels offered
+
+    int rank() const;
 };
+
+inline constexpr int kRanks = 1 + 2 * kLengthCount;
+/// Levels of higher ranks are looked at first: those of text before those of shapes. 0 is the rank of none.
+inline int level_rank(bool shapes, int length) { return 1 + length + (shapes ? 0 : kLengthCount); }
+
+inline int LevelKey::rank() const { return level_rank(source == kShapeSource, length); }
+
+inline constexpr int kExcludeds = 5;
+/// 0 for 0, 1 for 1, 2 for 2, 3 for 3 and 4, then 4.
+inline int excluded_bucket(int excluded) {
+    return excluded == 0 ? 0 : 1 + std::min<int>(kExcludeds - 2, std::bit_width(static_cast<unsigned>(excluded - 1)));
+}
 
 class HitRates {
 public:
     HitRates();
     double rate(const LevelKey& key) const;
-    /// Upper bound of the rates of all levels of `sources` that are at most kLengths[length] long and come after levels
-    /// that offered `excluded` or more symbols.
-    double bound(std::span<const int> sources, int length, int excluded) const;
     void record(const LevelKey& key, bool hit);
 
     /// Bytes of what differs from the rates that every namespace begins with.
-    std::size_t memory_bytes() const { return cells_.bytes() + limits_.bytes(); }
+    std::size_t memory_bytes() const { return cells_.bytes(); }
 
 private:
-    static constexpr int kTotals = 8, kDistincts = 5, kExcludeds = 5;
+    static constexpr int kTotals = 8, kDistincts = 5;
     static constexpr int kRows = kRatedSources * kLengthCount;  // one of each source and length
     static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
-    static constexpr int kGroups = kLengthCount * kExcludeds;  // of a source: what is known before a level is looked at
 
-    struct Initial;  // what every namespace begins with
-    static const Initial& initial();
+    static const std::vector<double>& initial();  // what every namespace begins with
     static int place(const LevelKey& key);
-    static int group(int length, int excluded) { return length * kExcludeds + excluded; }
-    static double highest(const double* row, int excluded);
-    /// The limits of a source from its cells, and the bounds behind them.
-    static void bind(const SharedRows<kRows, kWidth>& cells, int source, double* limits);
-    static void spread(double* limits);
 
     SharedRows<kRows, kWidth> cells_;
-    // By source: the highest rate of a cell of each group, then the highest over shorter lengths and larger exclusions.
-    SharedRows<kRatedSources, 2 * kGroups> limits_;
+};
+
+/// How likely the next token is in the levels that are left, by the highest rank of them and by how many symbols those
+/// before offered.
+class RestRates {
+public:
+    RestRates();
+    /// 0 for rank 0, and never higher for a lower rank.
+    double rate(int rank, int excluded) const { return rows_[excluded_bucket(excluded)][2 * kRanks + rank]; }
+    /// Whether the token was in a level of one of the ranks from `high` to `low`, or in a lower one.
+    void record(int high, int low, int excluded, bool hit);
+
+    std::size_t memory_bytes() const { return rows_.bytes(); }
+
+private:
+    static const std::vector<double>& initial();
+    static void settle(double* row);
+
+    // By excluded symbols: the hits of each rank, the tries, then the highest rate of this rank and those below.
+    SharedRows<kExcludeds, 3 * kRanks> rows_;
 };
 
 /// How likely an output goes on after a token. Tokens after an end-of-turn token in a transcript are never generated.

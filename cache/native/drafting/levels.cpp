@@ -123,15 +123,6 @@ void LevelWalk::begin_shapes() {
     shorten();
 }
 
-double LevelWalk::bound(const HitRates& rates) const {
-    if (length_ == 0) return 0.0;
-    const std::span<const int> sources = searched_->rated;
-    const int excluded = static_cast<int>(symbols_.size());
-    const double here = rates.bound(sources.subspan(first_, end_ - first_), length_index(length_), excluded);
-    return std::max(here,
-                    rates.bound(sources.subspan(end_), length_index(std::min(query_.length(), kShapeDepth)), excluded));
-}
-
 /// Add a level: the matches of at least the present length in one index. False if they offer nothing new.
 bool LevelWalk::widen(std::size_t view) {
     const std::size_t known = symbols_.size();

@@ -84,8 +84,10 @@ public:
     const Level* level(std::size_t nth);
     /// Look for a further level, where any is left. nullptr if the present length offers nothing new.
     const Level* advance();
-    /// Upper bound of the hit rates of the levels left; 0 if none is left.
-    double bound(const HitRates& rates) const;
+    /// Of the level looked for next: no level left has a higher rank. 0 if none is left.
+    int rank() const { return length_ == 0 ? 0 : level_rank(!in_text(), length_index(length_)); }
+    /// How many symbols the levels found so far offer.
+    int offered() const { return static_cast<int>(symbols_.size()); }
 
     /// The Draft.source value of a level's symbols.
     int source(const Level& level) const { return searched_->indexes[static_cast<std::size_t>(level.view)].source; }
