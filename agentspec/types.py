@@ -234,8 +234,8 @@ class GenerateRequest:
     `priority` is served first, as in vLLM. With `share=False` only requests of the same session are drafted from what
     it generates, for one part of an answer that `TorchBackend.record` gets as a whole. `thinking_budget` is the most
     tokens of thoughts; local models and delegating strategies can keep to it. `deadline_s` is the time in seconds that
-    is left for the whole answer, a goal. With `prefill_next` off nothing is read ahead after the answer. `early_tools`
-    is a count for a gateway's report; `token_sources` asks where each token came from.
+    is left for the whole answer, a goal. `early_tools` is a count for a gateway's report;
+    `token_sources` asks where each token came from.
     """
 
     model: str
@@ -262,7 +262,6 @@ class GenerateRequest:
     deadline_s: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
-    prefill_next: bool = True
     early_tools: int = 0
     token_sources: bool = False
 

@@ -24,7 +24,7 @@ from agentspec.background import call_sync, iterate_async, iterate_sync
 from agentspec.client import DEFAULT_MODEL, OWN, SAMPLING, call_of, checked_url, counted, runtime_for
 from agentspec.errors import ConfigurationError, InvalidRequestError, UpstreamStatusError
 from agentspec.langchain import structured_output
-from agentspec.langchain.labels import is_replayed, labels_of_call
+from agentspec.langchain.labels import labels_of_call
 from agentspec.langchain.messages import PROVIDER, AnswerChunks, to_message, to_openai, to_tool_choice
 from agentspec.protocol.requests import SamplingFields
 from agentspec.runtime import Runtime
@@ -46,7 +46,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
     the local engine refuses those that it does not support. The `model` of a surrounding step applies unless the call
     names one. Where neither this object nor the call sets `speculation` or `session`, the step's apply, and LangGraph's
     `thread_id` as the last choice for the session. After an answer that calls tools the local engine reads what is
-    known of the next prompt, unless `prefill` is off or LangGraph runs a step again. Raises `AgentSpecError`s.
+    known of the next prompt. Raises `AgentSpecError`s.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", allow_inf_nan=False)
@@ -66,7 +66,6 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
     speculation: bool | None = None
     session: str | None = None
     store: bool = True
-    prefill: bool = True
     extra_body: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False  # LangChain's option: `invoke` reports tokens to callbacks as they arrive
     timeout: float | None = Field(default=None, gt=0)
@@ -222,7 +221,6 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
             extra,
             remote=self.base_url is not None,
             messages=to_openai(messages),
-            prefill_next=chosen["prefill"] and not is_replayed(),
         )
 
     def _options(
@@ -238,7 +236,7 @@ class ChatAgentSpec(SamplingFields, BaseChatModel):
             left["stop"] = stop
         if model is not None:
             left.setdefault("model", model)
-        known = {name: left.pop(name, getattr(self, name)) for name in (*SAMPLING, *OWN, "prefill")}
+        known = {name: left.pop(name, getattr(self, name)) for name in (*SAMPLING, *OWN)}
         per_call = left.pop("extra_body", {})
         others = {name: value for name, value in left.items() if value != []}  # an empty list asks for nothing
         return known, {**self.extra_body, **per_call, **others}

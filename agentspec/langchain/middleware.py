@@ -16,11 +16,9 @@ from langchain_core.messages import AIMessage
 from langgraph.prebuilt.tool_node import ToolCallRequest
 
 from agentspec.errors import ConfigurationError
-from agentspec.langchain.chat_model import ChatAgentSpec
 from agentspec.langchain.early_tools import EarlyTools
-from agentspec.langchain.labels import is_replayed, labels_of_agent
+from agentspec.langchain.labels import labels_of_agent
 from agentspec.langchain.messages import usage_of
-from agentspec.protocol.headers import PREFILL_HEADER
 from agentspec.protocol.policy import StepPolicy
 from agentspec.step.report import headers, model_call, unmetered
 from agentspec.step.scope import current, current_model, current_policy, entered
@@ -45,9 +43,7 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
     unless their endpoint is the vendor's own (`send_headers` decides otherwise) or LangChain caches their answers.
 
     `policy` is what the agent asks of its calls, `policies` what the steps of these names ask
-    before it. `early_tools` starts tools before the model calls them: names of read-only tools, or `EarlyTools`. With
-    `prefill` off, or in a step that LangGraph runs again, neither our local engine nor our gateway reads the next
-    prompt while tools run.
+    before it. `early_tools` starts tools before the model calls them: names of read-only tools, or `EarlyTools`.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         policies: Mapping[str, StepPolicy] | None = None,
         send_headers: bool | None = None,
         early_tools: EarlyTools | Collection[str] | None = None,
-        prefill: bool = True,
     ) -> None:
         super().__init__()
         self.tools = []
@@ -72,7 +67,6 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
                 raise ConfigurationError(f"write a policy as StepPolicy(...), not {given!r}", param="policy")
         self.send_headers = send_headers
         self.early_tools = early_tools if isinstance(early_tools, EarlyTools | None) else EarlyTools(early_tools)
-        self.prefill = prefill
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -143,12 +137,8 @@ class AgentSpecMiddleware(AgentMiddleware[AgentState[Any], Any, Any]):
         model = current_model()
         if model is not None and _takes_settings(request.model) and "model" not in request.model_settings:
             settings["model"] = model
-        prefill = self.prefill and not is_replayed()
-        if not prefill and isinstance(request.model, ChatAgentSpec):
-            settings["prefill"] = False
         if self._sends_headers(request.model):
-            ours = headers() if prefill else {**headers(), PREFILL_HEADER: "off"}
-            settings["extra_headers"] = {**ours, **(request.model_settings.get("extra_headers") or {})}
+            settings["extra_headers"] = {**headers(), **(request.model_settings.get("extra_headers") or {})}
         return request.override(model_settings={**request.model_settings, **settings})
 
     def _sends_headers(self, model: BaseChatModel) -> bool:

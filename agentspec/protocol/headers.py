@@ -13,10 +13,9 @@ from agentspec.errors import InvalidRequestError
 from agentspec.protocol.policy import ANY, MAX_LABEL, PREFIX, PRINTABLE, StepPolicy
 from agentspec.types import Labels
 
-PREFILL_HEADER = f"{PREFIX}prefill"
 _EARLY_TOOLS = "early-tools"
 _REQUEST_NAMES = (
-    *("session", "workflow", "step", "speculation", "store", "prefill", _EARLY_TOOLS),
+    *("session", "workflow", "step", "speculation", "store", _EARLY_TOOLS),
     *("deadline-s", "priority"),
 )
 
@@ -26,7 +25,6 @@ def label_headers(
     *,
     speculation: bool = True,
     store: bool = True,
-    prefill: bool = True,
     early_tools: int = 0,
     keep: str = "",
 ) -> dict[str, str]:
@@ -36,7 +34,7 @@ def label_headers(
     named = {field.name: getattr(labels, field.name) for field in fields(labels)}
     headers = {f"{PREFIX}{name}": _quoted(value, keep) for name, value in named.items() if value}
     headers |= {PREFIX + _EARLY_TOOLS: str(early_tools)} if early_tools else {}
-    switches = {"speculation": speculation, "store": store, "prefill": prefill}
+    switches = {"speculation": speculation, "store": store}
     return headers | {f"{PREFIX}{name}": "off" for name, on in switches.items() if not on}
 
 

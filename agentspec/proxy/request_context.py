@@ -63,7 +63,6 @@ class RequestContext:
     policy: StepPolicy
     speculation: bool
     store: bool
-    prefill: bool
     off: tuple[str, ...]
     deadline: Deadline
     route: Route
@@ -90,7 +89,7 @@ class RequestContext:
         """
         assert answer.key is not None
         refuse_misspelt(headers)
-        switches = {name: read_switch(headers, name) for name in ("speculation", "store", "prefill")}
+        switches = {name: read_switch(headers, name) for name in ("speculation", "store")}
         labels = _labels(headers, fields)
         forwarded = isinstance(route.backend, OpenAIBackend | PoolBackend)
         return cls(
@@ -127,7 +126,6 @@ class RequestContext:
             labels=self.labels,
             speculation=self.speculation,
             store=self.store,
-            prefill_next=self.prefill,
             priority=request.priority or policy.priority or 0,
             deadline_s=policy.deadline_s,
         )

@@ -96,7 +96,6 @@ class OpenAIBackend:
                 labels,
                 speculation=request.speculation,
                 store=request.store,
-                prefill=request.prefill_next,
                 early_tools=request.early_tools,
             ),
             **policy_of(request).headers(),

@@ -172,7 +172,7 @@ class TorchBackend(ModelTokens):
 
     def _watch_of(self, request: GenerateRequest) -> Callable[[Delta], None] | None:
         """What is to be called with each delta of the answer, so that the turn after its tool calls is read ahead."""
-        wanted = request.prefill_next and request.store and self._engine.scheduler.keeps_prefixes
+        wanted = request.store and self._engine.scheduler.keeps_prefixes
         if not (wanted and request.tools and request.sampling.n == 1):
             return None
         if self._next_turns is None:

@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Command, Send, interrupt
+from langgraph.types import Send
 from pydantic import SecretStr
 
 from agentspec import StepPolicy
@@ -203,32 +203,6 @@ def test_the_policy_reaches_other_clients_as_headers_and_as_the_models_name(serv
     assert 0 < float(sent["x-agentspec-deadline-s"]) <= 60
 
 
-# Interrupts, resumes and time travel ---------------------------------------------------------------------------------
-
-
-def approve(city: str) -> str:
-    """Look a city up, if a person agrees."""
-    return f"{city}: {interrupt('may I?')}"
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_next_turn_is_read_ahead_unless_a_step_runs_again_or_it_is_switched_off(wanted: bool, inside: bool) -> None:
-    model, fake = own(Answer("", extra=calling("approve", city="Rome")), "sunny", "again")
-    saver, middleware = InMemorySaver(), [AgentSpecMiddleware(prefill=wanted)]
-    agent: Any = create_agent(model, [approve], middleware=middleware, checkpointer=None if inside else saver)
-    if inside:
-        builder = StateGraph(MessagesState)
-        builder.add_node("agent", agent)
-        builder.add_edge(START, "agent")
-        agent = builder.compile(checkpointer=saver)
-    agent.invoke(HI, THREAD)
-    agent.invoke(Command(resume="yes"), THREAD)  # runs the tool again, and the model for the first time
-    first = list(agent.get_state_history(THREAD))[-2]
-    agent.invoke(None, first.config)
-    assert [request.prefill_next for request in fake.requests] == [wanted, wanted, False]
-
-
 # Through a real gateway ----------------------------------------------------------------------------------------------
 
 
@@ -248,10 +222,10 @@ async def test_every_client_reaches_the_gateway_with_its_labels(
     ]
     for model in models:
         policy = StepPolicy(priority=3, speculation=False)
-        middleware = AgentSpecMiddleware(policy=policy, prefill=False)
+        middleware = AgentSpecMiddleware(policy=policy)
         await ask(create_agent(model, [look], middleware=[middleware], name="weather"), asynchronous)
         request = fake.requests[-1]
-        assert request.labels == Labels("t1", "weather", "model") and not request.prefill_next
+        assert request.labels == Labels("t1", "weather", "model")
         assert (request.priority, request.speculation) == (3, False)
     row = rows()["weather", "model"]
     assert (row.calls, row.failed_calls) == (4, 0) and row.completion_tokens == 4 * 3

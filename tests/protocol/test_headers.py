@@ -35,7 +35,7 @@ def test_a_name_that_is_nearly_one_of_ours_is_refused(given: str, near: str) -> 
 
 def test_other_names_pass() -> None:
     ours = "lossy lossless member translated relayed-tenant tenant backend".split()
-    known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False, prefill=False)]
+    known = [*label_headers(Labels("s", "w", "p"), speculation=False, store=False)]
     policy = StepPolicy(deadline_s=1, priority=1).headers()
     refuse_misspelt([*(f"x-agentspec-{name}" for name in ours), *known, *policy, "session"])
 
@@ -53,8 +53,8 @@ def test_labels_survive_the_header(label: str, keep: str) -> None:
 
 def test_labels_and_switches() -> None:
     assert label_headers(Labels()) == {} and label_headers(Labels("a\ud800b")) == {"x-agentspec-session": "a?b"}
-    off = label_headers(Labels(workflow="w"), speculation=False, store=False, prefill=False)
-    switches = {f"x-agentspec-{name}": "off" for name in ("speculation", "store", "prefill")}
+    off = label_headers(Labels(workflow="w"), speculation=False, store=False)
+    switches = {f"x-agentspec-{name}": "off" for name in ("speculation", "store")}
     assert off == {"x-agentspec-workflow": "w", **switches}
     headers = {"x-agentspec-session": "s%C3%A9ssion%25", "x-agentspec-workflow": "", "x-agentspec-step": "write code"}
     assert read_labels(headers) == Labels(session="séssion%", step="write code")

@@ -115,13 +115,13 @@ async def read(backend: TorchBackend) -> None:
 
 
 async def test_the_next_turn_is_read_while_the_tool_runs(backend_of: Any) -> None:
-    backend, plain = backend_of(), backend_of()
+    backend, plain = backend_of(), backend_of(keeps_prefixes=False)
     message = await turn(backend, CALLING)
     await read(backend)
     strangers = await follow(backend, message, tenant="stranger")
     tokens, usage = await follow(backend, message)
     assert usage.prompt_tokens - usage.cached_tokens == len("42;>") and backend.stats().prefills["used"] == 1
-    without, own = await follow(plain, await turn(plain, replace(CALLING, prefill_next=False)))
+    without, own = await follow(plain, await turn(plain, CALLING))
     assert own.cached_tokens < usage.cached_tokens and strangers[1].cached_tokens == 0
     assert tokens == without == strangers[0]
 
@@ -143,8 +143,8 @@ async def test_prompts_read_ahead_are_forgotten_with_their_tenant(backend_of: An
 
 @pytest.mark.parametrize(
     ("settings", "fields"),
-    [({"keeps_prefixes": False}, {}), ({}, {"prefill_next": False}), ({}, {"store": False})],
-    ids=["no slots", "request", "store"],
+    [({"keeps_prefixes": False}, {}), ({}, {"store": False})],
+    ids=["no slots", "store"],
 )
 async def test_nothing_is_read_ahead_when_it_is_switched_off(
     backend_of: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, fields: Any
