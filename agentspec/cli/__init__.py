@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, kb, launch, model, reasoning, serve, top, trace, verify
+from agentspec.cli import bench, cache, config, demo, kb, launch, model, reasoning, serve, trace, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -43,7 +43,6 @@ def main(
 
 app.command(context_settings={"allow_extra_args": True})(serve.serve)
 app.command()(launch.launch)
-app.command()(top.top)
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
