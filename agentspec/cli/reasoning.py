@@ -15,7 +15,7 @@ from agentspec.cli.common import FAILED, ConfigOption, JsonOption, command_group
 from agentspec.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from agentspec.reasoning.evaluation import GradedAnswer, Problem
+    from agentspec.benchmarks.reasoning.evaluation import GradedAnswer, Problem
     from agentspec.reasoning.settings import DelegationSettings
     from agentspec.settings.load import Settings
 
@@ -46,8 +46,8 @@ def evaluate(
     """
     import anyio
 
+    from agentspec.benchmarks.reasoning import evaluation
     from agentspec.cli.recorded_files import progress
-    from agentspec.reasoning import evaluation
     from agentspec.runtime import Runtime
     from agentspec.types import GenerateRequest, SamplingParams
 
@@ -108,7 +108,7 @@ def _numbers(given: str | None) -> list[float]:
 
 def _problems(file: Path, limit: int | None) -> list[Problem]:
     """The problems of a file, plain or gzip. Raises `ConfigurationError` for a line that is none, and without any."""
-    from agentspec.reasoning.evaluation import Problem
+    from agentspec.benchmarks.reasoning.evaluation import Problem
     from agentspec.recordings.calls import BadLineError, json_object, lines
 
     problems = []
@@ -126,8 +126,8 @@ def _report(file: Path, arms: Sequence[str], answers: Sequence[GradedAnswer], to
     """Print a table with a row for each arm, or all figures as JSON."""
     from rich.console import Console
 
+    from agentspec.benchmarks.reasoning.evaluation import Summary
     from agentspec.benchmarks.report import conditions, table
-    from agentspec.reasoning.evaluation import Summary
 
     rows = [Summary.of(arm, answers) for arm in arms]
     if json:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentspec.backends.base import Capabilities
-from agentspec.reasoning.evaluation import PROMPTS, Problem
+from agentspec.benchmarks.reasoning.evaluation import PROMPTS, Problem
 from agentspec.testing import Script
 from agentspec.types import GenerateRequest
 from tests.cli.conftest import Program

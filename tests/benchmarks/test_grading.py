@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.reasoning.grading import equal, final_answer, is_right
+from agentspec.benchmarks.reasoning.grading import equal, final_answer, is_right
 
 SAME = """
 5 | 5.0

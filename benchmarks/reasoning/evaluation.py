@@ -12,9 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentspec.benchmarks.reasoning.grading import final_answer, is_right
 from agentspec.errors import AgentSpecError, ConfigurationError
 from agentspec.protocol.speculation import StepSpeculation
-from agentspec.reasoning.grading import final_answer, is_right
 from agentspec.reasoning.settings import DelegationSettings, SpecReasonSettings
 from agentspec.types import Delta, GenerateRequest
 
