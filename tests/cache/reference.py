@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 DEPTH = 64
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 20, 40)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 24, 64)
 RECENCY_BONUS = 1.0
 NEGLIGIBLE = 1e-4
 PRIOR_TRIES, PRIOR_TOTAL, MEMORY = 6.0, 3, 400.0

@@ -46,6 +46,18 @@ def test_the_shape_of_past_outputs_is_drafted_between_new_names() -> None:
             assert draft.source.tolist() == [Source.SHARED] * len(expected)
 
 
+def test_an_answer_given_before_is_followed_where_it_leaves_its_prompt() -> None:
+    """It copies the prompt but for every fiftieth token, so that both continue the last 49 tokens of the new answer."""
+    prompt = text(0, 400)
+    answer = prompt.copy()
+    answer[50::50] += 5000
+    with SuffixCache.open() as cache:
+        record(cache, prompt, answer, session="first")
+        with cache.request(prompt, session="again") as request:
+            request.extend(answer[:150])
+            assert request.draft(max_tokens=60, chain=True).tokens.tolist() == answer[150:210].tolist()
+
+
 def test_what_one_namespace_learns_does_not_reach_another() -> None:
     with SuffixCache.open() as cache:
         fresh = cache.request([1], namespace="b").drafter.memory_bytes()

@@ -19,7 +19,7 @@ namespace agentspec {
 inline constexpr int kSources = 3;  // of text
 inline constexpr int kShapeSource = kSources;  // by which levels of shapes are rated, whatever they are reported as
 inline constexpr int kRatedSources = kSources + 1;
-inline constexpr int kLengths[] = {1, 2, 3, 4, 6, 8, 12, 20, 40};
+inline constexpr int kLengths[] = {1, 2, 3, 4, 6, 8, 12, 24, 64};
 inline constexpr int kLengthCount = 9;
 
 /// Index in kLengths of the greatest length that is at most `shared` (>= 1).
