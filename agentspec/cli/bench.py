@@ -144,6 +144,7 @@ def rollouts(
     count: Annotated[int, typer.Option(help="Problems that are sampled", min=1)] = 16,
     samples: Annotated[int, typer.Option(help="Samples of a problem in an epoch", min=2)] = 8,
     epochs: Annotated[int, typer.Option(help="Epochs", min=2, max=4)] = 4,
+    temperature: Annotated[float, typer.Option(help="Of the first epoch's samples", min=0.1)] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample", min=1)] = 200,
     budgets: Annotated[tuple[int, int], typer.Option(help="Most drafted tokens a step, two values", min=1)] = (8, 32),
     batch: Annotated[int, typer.Option(help="Samples that run together", min=1)] = 64,
@@ -161,7 +162,8 @@ def rollouts(
             progress(f"loading {model}")
             backend = TorchBackend.load(TorchSettings(model=model, dtype=dtype))
             asked = read_problems(problems, count)
-            record(backend, asked, file, size=samples, epochs=epochs, max_tokens=max_tokens, progress=progress)
+            sample = partial(record, backend, asked, file, size=samples, epochs=epochs, temperature=temperature)
+            sample(max_tokens=max_tokens, progress=progress)
         return run_rollouts(file, size=samples, epochs=epochs, budgets=budgets, batch=batch, progress=progress)
 
     publish(measure, json, packages=("numpy",), subject={"model": model})

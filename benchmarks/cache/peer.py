@@ -62,10 +62,8 @@ class _PeerRequest:
     number: int
     context: Tokens
 
-    def draft(self, max_tokens: int, **other: Any) -> Draft:
-        """By the best tree mode, or by `other` of the peer's options."""
-        options = {**_BEST_TREE, **other}
-        found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **options)
+    def draft(self, max_tokens: int) -> Draft:
+        found = self.cache.speculate(self.number, self.context, max_spec_tokens=max_tokens, **_BEST_TREE)
         tokens, parents = (np.asarray(given, dtype=np.int32) for given in (found.token_ids, found.parents))
         zeros = np.zeros(len(tokens), np.int32)
         return Draft(tokens, parents, np.asarray(found.probs, np.float32), zeros, zeros.astype(np.uint8))

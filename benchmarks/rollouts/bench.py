@@ -15,15 +15,19 @@ from rich.console import RenderableType
 from agentspec.benchmarks import report
 from agentspec.benchmarks.cache.peer import installed_version
 from agentspec.benchmarks.report import Figure, Progress
-from agentspec.benchmarks.rollouts.drafters import Cached, Lookup, Make, Oracle, Peer
+from agentspec.benchmarks.rollouts.drafters import Cached, Make, Oracle, Peer
 from agentspec.benchmarks.rollouts.recording import read_rollouts
 from agentspec.benchmarks.rollouts.replay import PARTS, Epoch, Plan, replay_epochs
 
 OURS, ALONE, LAST = "agentspec", "agentspec, samples apart", "agentspec, present weights and one before"
-PEER, NGRAM, ORACLE, NONE = "a tree for each prompt", "n-gram", "oracle", "no drafts"
-ANYWHERE = f"{ORACLE}, from all prompts' texts"
+PEER, ORACLE, NONE = "a tree for each prompt", "oracle", "no drafts"
+ANYWHERE, MATCHED = f"{ORACLE}, from all prompts' texts", f"{ORACLE}, from longest matches"
 DRAFTERS: dict[str, Make] = {OURS: Cached, PEER: Peer, ORACLE: Oracle}
-AT_LEAST: dict[str, Make] = {ALONE: partial(Cached, grouped=False), LAST: partial(Cached, 1), NGRAM: Lookup}
+AT_LEAST: dict[str, Make] = {
+    ALONE: partial(Cached, grouped=False),
+    LAST: partial(Cached, 1),
+    MATCHED: partial(Oracle, longest=True),
+}
 """Replayed with the smaller budget alone."""
 CHAIN, TREE = "chains cut by recent goodput", "trees cut by expected goodput"
 ALIKE = "all samples alike"
@@ -32,7 +36,6 @@ TIMED: dict[str, tuple[Make, Plan]] = {
     f"{OURS}, {CHAIN}, {ALIKE}": (Cached, Plan(15, chain=True, cut="followed", alike=True)),
     f"{OURS}, {TREE}": (Cached, Plan(32, cut="chosen")),
     f"{OURS}, {TREE}, {ALIKE}": (Cached, Plan(32, cut="chosen", alike=True)),
-    f"{PEER}, chains of 15": (Peer, Plan(15, chain=True)),
     ORACLE: (Oracle, Plan(15)),
     ANYWHERE: (partial(Oracle, anywhere=True), Plan(15)),
 }
@@ -55,9 +58,8 @@ def run_rollouts(
             found.drafted[drifts, budget, name] = list(replayed(make(), Plan(budget)))
         found.timed[drifts, NONE] = list(replayed(None, Plan(0)))
         for name, (kind, plan) in TIMED.items():
-            if kind is not Peer or found.peer is not None:
-                progress(f"{POLICIES[drifts]}: {name}")
-                found.timed[drifts, name] = list(replayed(kind(), plan))
+            progress(f"{POLICIES[drifts]}: {name}")
+            found.timed[drifts, name] = list(replayed(kind(), plan))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The drafters of a replay: agentspec's as its plug-ins use it, the peer's tree, vLLM's n-gram, and an oracle."""
+"""The drafters of a replay: agentspec's as its plug-ins use it, the peer's tree, and an oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentspec.cache.tokens import EMPTY, Tokens
 from agentspec.recordings.replay import EncodedCall
 from agentspec.types import Draft, Namespace
 
-LONGEST, SHORTEST = 5, 2  # tokens of an n-gram, as vLLM's prompt lookup tries them
+LONGEST = 40  # tokens of a match that an oracle tells from longer ones
 
 
 class Sample(Protocol):
@@ -104,46 +104,18 @@ class _PeerSample:
         self.close = self._open.close
 
     def draft(self, most: int, least: float, *, chain: bool, actual: Tokens) -> Draft:
-        return self._request.draft(most, **({"min_token_prob": least, "use_tree_spec": False} if chain else {}))
-
-
-class Lookup:
-    """vLLM's n-gram method: what followed the first place of the longest n-gram that ends the own text."""
-
-    def begin(self, rollouts: Rollouts) -> Sample:
-        return _LookupSample(rollouts.prompt)
-
-    def new_policy(self) -> None:
-        """Does nothing: nothing is kept."""
-
-
-class _LookupSample:
-    def __init__(self, prompt: Tokens) -> None:
-        self._text = prompt
-
-    def draft(self, most: int, least: float, *, chain: bool, actual: Tokens) -> Draft:
-        for length in range(LONGEST, SHORTEST - 1, -1):
-            if len(self._text) > length:
-                grams = np.lib.stride_tricks.sliding_window_view(self._text[:-1], length)
-                if (found := np.flatnonzero((grams == self._text[-length:]).all(axis=1))).size:
-                    return a_chain(self._text[found[0] + length :][:most])
-        return a_chain(EMPTY)
-
-    def extend(self, tokens: Tokens) -> None:
-        self._text = np.concatenate((self._text, tokens))
-
-    def close(self) -> None:
-        """Does nothing: nothing is kept."""
+        return self._request.draft(most)
 
 
 class Oracle:
-    """The bound of chains that copy what followed the last token somewhere in the same prompt's texts, or `anywhere`:
-    it chooses the place by what follows, and drafts nothing else.
+    """The bound of chains that copy what followed the last token somewhere in the same prompt's texts, or `anywhere`,
+    or what followed the `longest` match: it chooses the place by what follows, and drafts nothing else.
     """
 
-    def __init__(self, *, anywhere: bool = False) -> None:
+    def __init__(self, *, anywhere: bool = False, longest: bool = False) -> None:
         self._texts: dict[str, SuffixIndex] = {}
         self._all = SuffixIndex() if anywhere else None
+        self._longest = longest
         self._count = 0
 
     def begin(self, rollouts: Rollouts) -> Sample:
@@ -151,27 +123,33 @@ class Oracle:
         if (known := self._texts.get(rollouts.problem)) is None:
             known = self._texts[rollouts.problem] = self._all or SuffixIndex()
             known.append(-self._count, rollouts.prompt)
-        return _OracleSample(known, self._count, rollouts.prompt[-DEPTH:])
+        return _OracleSample(known, self._count, rollouts.prompt[-DEPTH:], self._longest)
 
     def new_policy(self) -> None:
         """Does nothing: all is kept."""
 
 
 class _OracleSample:
-    def __init__(self, texts: SuffixIndex, number: int, before: Tokens) -> None:
-        self._texts, self._number, self._before, self._last = texts, number, before, before[-1:]
+    def __init__(self, texts: SuffixIndex, number: int, before: Tokens, longest: bool) -> None:
+        self._texts, self._number, self._context, self._longest = texts, number, before, longest
+        self._before: Tokens | None = before
 
     def draft(self, most: int, least: float, *, chain: bool, actual: Tokens) -> Draft:
-        ahead = np.concatenate((self._last, actual[:most]))
-        lengths = range(1, len(ahead))
-        known = next(
-            (length for length in lengths if not len(self._texts.successors(ahead[: length + 1])[0])), len(ahead)
-        )
-        return a_chain(actual[: known - 1])
+        behind, most_behind = 1, LONGEST if self._longest else 1
+        while behind < min(most_behind, len(self._context)) and self._follows(self._context[-behind - 1 :]):
+            behind += 1
+        ahead = np.concatenate((self._context[-behind:], actual[:most]))
+        ends = range(behind + 1, len(ahead) + 1)
+        lost = next((end for end in ends if not self._follows(ahead[:end])), len(ahead) + 1)
+        return a_chain(actual[: lost - behind - 1])
+
+    def _follows(self, text: Tokens) -> bool:
+        return len(self._texts.successors(text)[0]) > 0
 
     def extend(self, tokens: Tokens) -> None:
         self._texts.append(self._number, tokens, self._before)
-        self._before, self._last = None, tokens[-1:]  # type: ignore[assignment]
+        self._before = None
+        self._context = np.concatenate((self._context, tokens))[-DEPTH:]
 
     def close(self) -> None:
         """Does nothing: the text stays."""

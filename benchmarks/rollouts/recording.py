@@ -23,13 +23,13 @@ from agentspec.types import SamplingParams
 if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
-TEMPERATURES = (1.0, 0.8, 0.6, 0.4)
-"""Of the epochs of a policy that drifts: it grows surer, as trained ones do."""
+COOLING = (1.0, 0.8, 0.6, 0.4)
+"""Temperatures of the epochs of a policy that drifts, over that of the first: it grows surer, as trained ones do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """A prompt and its samples by temperature."""
+    """A prompt and its samples by temperature, the highest first."""
 
     problem: str
     prompt: Tokens
@@ -37,9 +37,8 @@ class Rollouts:
 
     def epoch(self, number: int, size: int, *, drifts: bool) -> Sequence[Tokens]:
         """The `size` samples of an epoch, from 0 on, of one policy or of one that `drifts`."""
-        if drifts:
-            return self.samples[TEMPERATURES[number]][:size]
-        return self.samples[TEMPERATURES[0]][number * size : (number + 1) * size]
+        several = list(self.samples.values())
+        return several[number][:size] if drifts else several[0][number * size : (number + 1) * size]
 
 
 def read_problems(files: Sequence[Path], count: int) -> list[tuple[str, str]]:
@@ -56,8 +55,8 @@ def read_rollouts(file: Path, size: int, epochs: int) -> list[Rollouts]:
     """The recorded problems. Raises `ConfigurationError` where there are too few samples for `epochs` of `size`."""
     found = [_rollouts(json.loads(line)) for line in file.read_text().splitlines()]
     for one in found:
-        lacking = len(one.samples.get(1.0, ())) < size * epochs
-        if lacking or any(len(one.samples.get(warmth, ())) < size for warmth in TEMPERATURES[:epochs]):
+        counts = [len(several) for several in one.samples.values()][:epochs]
+        if len(counts) < epochs or counts[0] < size * epochs or min(counts) < size:
             raise ConfigurationError(f"{file}: {one.problem} has too few samples for {epochs} epochs of {size}")
     if not found:
         raise ConfigurationError(f"{file} holds no rollouts: record some with --problems")
@@ -66,7 +65,7 @@ def read_rollouts(file: Path, size: int, epochs: int) -> list[Rollouts]:
 
 def _rollouts(row: dict[str, Any]) -> Rollouts:
     arrays = {float(warmth): [_tokens(one) for one in several] for warmth, several in row["samples"].items()}
-    return Rollouts(row["problem"], _tokens(row["prompt"]), arrays)
+    return Rollouts(row["problem"], _tokens(row["prompt"]), dict(sorted(arrays.items(), reverse=True)))
 
 
 def _tokens(ids: Iterable[int]) -> Tokens:
@@ -80,17 +79,21 @@ def record(
     *,
     size: int,
     epochs: int,
+    temperature: float,
     max_tokens: int,
     progress: Progress,
 ) -> None:
-    """Add the samples of those problems to `out` that it does not hold yet, a problem at a time."""
+    """Add the samples of those problems to `out` that it does not hold yet, a problem at a time, the first epoch's at
+    `temperature`.
+    """
     done = {json.loads(line)["problem"] for line in out.read_text().splitlines()} if out.exists() else set()
     for number, (problem, text) in enumerate(problems):
         if problem in done:
             continue
         progress(f"sampling problem {number + 1} of {len(problems)}")
         prompt = backend.encode_chat([{"role": "user", "content": text}])
-        counts = dict.fromkeys(TEMPERATURES[:epochs], size) | {TEMPERATURES[0]: size * epochs}
+        warmths = [round(temperature * share, 3) for share in COOLING[:epochs]]
+        counts = dict.fromkeys(warmths, size) | {warmths[0]: size * epochs}
         samples = _sample(
             backend, prompt, [warmth for warmth, count in counts.items() for _ in range(count)], max_tokens
         )

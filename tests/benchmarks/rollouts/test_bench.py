@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from agentspec.benchmarks.rollouts.drafters import Cached, Contender, Lookup, Oracle
-from agentspec.benchmarks.rollouts.recording import TEMPERATURES, Rollouts, read_rollouts
+from agentspec.benchmarks.rollouts.drafters import Cached, Contender, Oracle
+from agentspec.benchmarks.rollouts.recording import COOLING, Rollouts, read_rollouts
 from agentspec.benchmarks.rollouts.replay import Epoch, Plan, milliseconds, replay_epochs
 from agentspec.cli import app
 from agentspec.errors import ConfigurationError
@@ -27,7 +27,7 @@ SIZE, EPOCHS = 2, 2
 def rollouts(*texts: Sequence[int]) -> Rollouts:
     """A prompt with these samples in each epoch, at all temperatures."""
     arrays = [np.array(text, dtype=np.int32) for text in texts]
-    samples = dict.fromkeys(TEMPERATURES[:EPOCHS], arrays * EPOCHS)
+    samples = dict.fromkeys(COOLING[:EPOCHS], arrays * EPOCHS)
     return Rollouts("p", np.array([1, 2], dtype=np.int32), samples)
 
 
@@ -46,7 +46,9 @@ PLANS = [
 @given(
     TEXTS,
     st.sampled_from(PLANS),
-    st.sampled_from([Cached, partial(Cached, 1), Lookup, Oracle, partial(Oracle, anywhere=True)]),
+    st.sampled_from(
+        [Cached, partial(Cached, 1), Oracle, partial(Oracle, anywhere=True), partial(Oracle, longest=True)]
+    ),
     st.booleans(),
 )
 def test_every_token_is_emitted_once_in_no_more_steps_than_without_drafts(
@@ -70,7 +72,15 @@ def test_the_same_text_again_is_drafted_whole_and_the_oracle_knows_where_it_goes
     first, second = replayed(rollouts(text), Cached(), Plan(16))
     assert first.tokens_per_step < second.tokens_per_step == len(text)
     assert [one.steps.total() for one in replayed(rollouts(text), Oracle(), Plan(4))] == [9, 2]
-    assert [one.steps.total() for one in replayed(rollouts(text), Oracle(anywhere=True), Plan(4))] == [9, 2]
+    for other in ("anywhere", "longest"):
+        assert [one.steps.total() for one in replayed(rollouts(text), Oracle(**{other: True}), Plan(4))] == [9, 2]
+
+
+def test_an_oracle_of_longest_matches_copies_from_no_shorter_ones() -> None:
+    both = [np.array(text, dtype=np.int32) for text in ([3, 4, 5, 7, 4, 6, 9, 8, 8], [3, 4, 6, 9])]
+    recorded = Rollouts("p", np.array([1, 2], dtype=np.int32), {1.0: both})
+    steps = [replayed(recorded, Oracle(longest=longest), Plan(1))[1].steps.total() for longest in (False, True)]
+    assert steps == [2, 3]
 
 
 @pytest.mark.parametrize("plan", [Plan(16, chain=True, cut="followed"), Plan(16, cut="chosen")])
@@ -87,13 +97,14 @@ def test_recording_then_replaying(tiny_model: Path, tmp_path: Path) -> None:
     problems.write_text("".join(json.dumps({"id": name, "problem": f"{name}?"}) + "\n" for name in "abc"))
     command = ["bench", "rollouts", str(out), "--problems", str(problems), "--model", str(tiny_model), "--count", "2"]
     command += ["--samples", str(SIZE), "--epochs", str(EPOCHS), "--max-tokens", "6", "--json", str(figures)]
+    command += ["--temperature", "0.5"]
     assert CliRunner().invoke(app, command).exit_code == 0
     written = out.read_text()
     assert CliRunner().invoke(app, command).exit_code == 0 and out.read_text() == written  # not sampled again
     recorded = read_rollouts(out, SIZE, EPOCHS)
     counts = [{warmth: len(several) for warmth, several in one.samples.items()} for one in recorded]
-    assert counts == [{1.0: SIZE * EPOCHS, 0.8: SIZE}] * 2
-    assert len({one.tobytes() for one in recorded[0].samples[1.0]}) > 1  # each sample has its own noise
+    assert counts == [{0.5: SIZE * EPOCHS, 0.4: SIZE}] * 2
+    assert len({one.tobytes() for one in recorded[0].samples[0.5]}) > 1  # each sample has its own noise
     data = json.loads(figures.read_text())
     assert data["problems"] == 2 and len(data["timed"]["one policy, no drafts"]) == EPOCHS
     with pytest.raises(ConfigurationError, match="too few samples for 3 epochs of 2"):
