@@ -112,7 +112,8 @@ class SuffixDecodingProposer:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 prompt = _copy(batch.token_ids_cpu[row, : len(new.prompt_token_ids)])
-                self._states[new.req_id] = self._drafter.begin_state(prompt, request_info(new, self._seeded))
+                info = request_info(new, self._max_length, self._seeded)
+                self._states[new.req_id] = self._drafter.begin_state(prompt, info)
 
     def propose(
         self,
@@ -167,9 +168,12 @@ def _copy(row: Any) -> Tokens:
     return np.array(row, dtype=np.int32)
 
 
-def request_info(new: Any, seeded: bool = True) -> RequestInfo:
-    """The fields of a `NewRequestData` that the drafter needs. Sampling with a seed is drafted for only if `seeded`."""
+def request_info(new: Any, longest: int, seeded: bool = True) -> RequestInfo:
+    """The fields of a `NewRequestData` that the drafter needs, for a model of `longest` tokens, at which outputs end
+    too. Sampling with a seed is drafted for only if `seeded`.
+    """
     sampling, adapter = new.sampling_params, new.lora_request
+    most = longest - len(new.prompt_token_ids)
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
     sent, salt = client_fields(sampling.extra_args or {}), getattr(new, SALT, _UNKNOWN)
     sample = _SAMPLE.match(new.req_id)
@@ -181,7 +185,7 @@ def request_info(new: Any, seeded: bool = True) -> RequestInfo:
         adapter=adapter.lora_name if adapter else "",
         adapter_path=adapter.lora_path if adapter else "",
         stops=frozenset(stops),
-        max_tokens=sampling.max_tokens,
+        max_tokens=min(most, sampling.max_tokens or most),
         stop_strings=bool(sampling.stop),
         **sent,
     )

@@ -91,7 +91,7 @@ class PassageSpeculator:
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
-                whole, info = np.array(text, dtype=np.int32), request_info(new, self.seeded)
+                whole, info = np.array(text, dtype=np.int32), request_info(new, self.max_model_len, self.seeded)
                 start, output = whole[: len(prompt)], whole[len(prompt) :]  # the latter from before it was preempted
                 request = self._retriever.begin(start, info, Row(row, place), output)
                 self._requests[new.req_id] = request

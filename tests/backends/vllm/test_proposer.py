@@ -350,6 +350,7 @@ def learned_ends(bench: Bench) -> list[int]:
     [
         ([1, 2, EOS], {}, [[1, 2, EOS]], [EOS]),
         ([1, 2, 3], {"most": 3}, [[1, 2, 3]], []),  # cut
+        ([1] * (MAX_LENGTH - len(TEXT)), {"most": 500}, [[1] * (MAX_LENGTH - len(TEXT))], []),  # by the model's length
         ([1, 2], {"stop": ["!"]}, [[1, 2]], []),  # vLLM does not tell the drafter's process of stop strings
         ([1, 2], {}, [], []),  # aborted
         ([1], {"most": 1}, [], []),  # a probe, or what reads a prompt for another server

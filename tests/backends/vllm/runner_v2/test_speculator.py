@@ -19,7 +19,7 @@ from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.cache import SuffixCache
 from agentspec.types import Namespace
 from tests.backends.conftest import followed_requests, stored
-from tests.backends.vllm.runner_v2.conftest import DRAFTED, REQUESTS, Late, Runner, new_request, text
+from tests.backends.vllm.runner_v2.conftest import DRAFTED, LONGEST, REQUESTS, Late, Runner, new_request, text
 
 PROMPT, ANSWER = text(1, 20), text(2, 40)
 
@@ -167,9 +167,11 @@ def play(runner: Runner, late: Late, data: st.DataObject) -> None:
 def test_whole_outputs_are_recorded_though_they_end_before_their_tokens_arrive(
     runner: Runner, late: Late, cache: SuffixCache
 ) -> None:
-    late.steps = 2
+    """One at its length limit, the other at the model's."""
+    late.steps, longest = 2, text(3, LONGEST - len(PROMPT))
     learn(runner, late)
-    assert recorded(cache) == [ANSWER]
+    learn(runner, late, answer=longest, max_tokens=None)
+    assert recorded(cache) == sorted([ANSWER, longest])
 
 
 @pytest.mark.parametrize("ended", [True, False])
