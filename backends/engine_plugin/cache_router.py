@@ -41,6 +41,12 @@ def close_at_exit(close: Callable[[], None]) -> None:
         Finalize(None, close, exitpriority=10)  # a forked process skips atexit handlers
 
 
+def close_now(close: Callable[[], None]) -> None:
+    """Call `close`, of an engine that ends before its process, and let go of what it would have closed."""
+    atexit.unregister(close)
+    close()
+
+
 def open_router(settings: DrafterSettings, model: Any, place: str) -> CacheRouter:
     """The router for a server, with its cache open, for a `model` with the fields of vLLM's `ModelConfig`. The log says
     once that agentspec drafts in that `place`.

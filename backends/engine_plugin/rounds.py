@@ -21,8 +21,8 @@ from agentspec.telemetry.safe_errors import safe_message
 FAILURE_SECONDS = 60.0  # between two warnings of the same kind
 _METRICS: dict[str, tuple[type[Counter | Gauge], str, tuple[str, ...]]] = {
     "searches": (Counter, "Searches for drafts, done or missed for want of time", ("outcome",)),
-    "seconds": (Counter, "Seconds of the engine's thread spent on drafting", ()),
-    "empty_rows": (Counter, "Requests in rounds that got no draft", ()),
+    "seconds": (Counter, "Seconds spent on drafting: of the engine's thread, or of the search's", ()),
+    "empty_rows": (Counter, "Requests in rounds, or searches, that got no draft", ()),
     "draft_tokens": (Counter, "Tokens drafted", ("source", "tenant")),
     "accepted_tokens": (Counter, "Drafted tokens that were accepted", ("source", "tenant")),
     "failures": (Counter, "Failures, by what each of them costs", ("cost",)),

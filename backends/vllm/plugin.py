@@ -47,6 +47,7 @@ REQUIREMENTS = (
     Requirement("vllm.v1.worker.gpu_model_runner", "SuffixDecodingProposer"),
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("drafter", "input_batch")),
     Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
+    Requirement("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.shutdown"),
     Requirement("vllm.v1.worker.worker_base", "WorkerBase"),
     Requirement("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
     Requirement("vllm.v1.request", "Request", ("cache_salt",)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.backends.engine_plugin.cache_router import close_at_exit, forget, new_policy, open_router
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, close_now, forget, new_policy, open_router
 from agentspec.backends.engine_plugin.drafter import DraftTurn, ServerDrafter
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState, client_fields
 from agentspec.backends.engine_plugin.rounds import FailureLog
@@ -148,6 +148,11 @@ class SuffixDecodingProposer:
             drafts[row] = chain.tokens
         return drafts
 
+    def close(self) -> None:
+        """Record everything so far, then stop. Idempotent."""
+        if self._drafter is not None:
+            close_now(self._drafter.close)
+
     def _end(self, identity: str) -> None:
         state = self._states.pop(identity, None)
         if state is not None and self._drafter is not None:
@@ -225,11 +230,11 @@ def keep_temperatures() -> None:
 
 
 def listen_to_scheduler() -> None:
-    """Make vLLM's model runners tell their proposer which requests a step begins and ends. Idempotent."""
+    """Make vLLM's model runners tell their proposer which requests a step begins and ends, and their own end."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # pyright: ignore[reportMissingImports]
 
     offer_forget()
-    original = GPUModelRunner._update_states
+    original, ended = GPUModelRunner._update_states, GPUModelRunner.shutdown
     if original.__module__ == __name__:
         return
 
@@ -242,4 +247,9 @@ def listen_to_scheduler() -> None:
         drafter.scheduled(scheduler_output, self.input_batch)
         return result
 
-    GPUModelRunner._update_states = _update_states
+    def shutdown(self: Any) -> None:
+        ended(self)
+        if isinstance(drafter := getattr(self, "drafter", None), SuffixDecodingProposer):
+            drafter.close()
+
+    GPUModelRunner._update_states, GPUModelRunner.shutdown = _update_states, shutdown

@@ -94,8 +94,8 @@ class VllmSpeculator:
 class LateSpeculator(speculator.PassageSpeculator, VllmSpeculator):
     """Ours, with a kernel that the device runs later."""
 
-    def open_cache(self, vllm_config: Any) -> None:
-        super().open_cache(vllm_config)
+    def open_cache(self, *given: Any) -> None:
+        super().open_cache(*given)
         match, self._match = self._match, self._launch
         self.kernel: Callable[..., None] = match
         self.compute: Callable[[], None] = lambda: None
@@ -122,8 +122,8 @@ class Batch:
         self.lengths = self.states.total_len.gpu = torch.zeros(rows, dtype=torch.int32)
         self.drafts, self.counts = torch.zeros((rows, DRAFTED), dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
         self.retriever = WatchedRetriever(router.open, VOCABULARY, shape_for(DRAFTED))
-        LateSpeculator.open_retriever = staticmethod(lambda *_: self.retriever)
-        self.ours = LateSpeculator(rows, torch.device("cpu"), self.states)
+        with patch.object(speculator, "open_retriever", lambda *_: self.retriever):
+            self.ours = LateSpeculator(rows, torch.device("cpu"), self.states)
         self.costs, self.begins = list[float](), list[float]()
         self.served, self.tokens = list[list[bool]](), list[int]()
         for row in range(rows):

@@ -56,6 +56,7 @@ def test_doctor_reports_an_upstream_and_its_drafter(program, upstream, owner, me
     drafter = found.get("up: drafter", {"state": None, "detail": "", "advice": ""})
     assert drafter["state"] == state and drafter["detail"].startswith(detail)
     assert (drafter["advice"] == "") == (state != "note")
+    assert ("vLLM refuses min_p and logit_bias" in drafter["detail"]) == (state == "ok")
 
 
 def test_doctor_reports_upstreams_that_do_not_answer(program):

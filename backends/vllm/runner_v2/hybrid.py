@@ -102,7 +102,7 @@ class HybridSpeculator(PassageSpeculator):
         self.req_states, self.device = req_states, model.device
         self.max_num_reqs, self.max_model_len = model.max_num_reqs, model.max_model_len
         self.num_speculative_steps = model.num_speculative_steps
-        self.open_cache(vllm_config)
+        self.open_cache(vllm_config, f" with the drafts of {vllm_config.speculative_config.method}")
         shape = (self.max_num_reqs, self.num_speculative_steps)
         self._choice = DrafterChoice(self.num_speculative_steps)
         self._last_ours = torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=self.device)

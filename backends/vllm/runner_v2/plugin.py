@@ -9,11 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
-from agentspec.backends.engine_plugin.settings import enabled, read_settings
+from agentspec.backends.engine_plugin.settings import enabled
 from agentspec.backends.engine_plugin.source_contract import Requirement, missing
-from agentspec.backends.vllm.proposer import ENGINE, STRICT, drafts_here, offer_forget
-from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from agentspec.backends.vllm.proposer import ENGINE, STRICT, offer_forget
 
 SWITCH = f"{ENGINE}_V2"
 METHODS = ("ngram", "ngram_gpu")  # of vLLM, which its second runner gives to the speculator that ours replaces
@@ -37,6 +35,7 @@ REQUIREMENTS = (
     Requirement(_RUNNER, "GPUModelRunner", ("speculator", "req_states")),
     Requirement(_RUNNER, "GPUModelRunner.add_requests", ("scheduler_output",)),
     Requirement(_RUNNER, "GPUModelRunner.finish_requests", ("scheduler_output",)),
+    Requirement(_RUNNER, "GPUModelRunner.shutdown"),
     Requirement("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len", "req_id_to_index")),
     Requirement("vllm.v1.worker.gpu.input_batch", "InputBatch", _BATCH),
     Requirement("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", ("gpu",)),
@@ -87,7 +86,21 @@ def package() -> Path:
 def take_over() -> None:
     """Replace vLLM's n-gram speculator, in this process, by ours."""
     module = import_module(_NGRAM)
-    module.NgramGPUSpeculator = _Maker(module.NgramGPUSpeculator)  # type: ignore[attr-defined]
+    theirs: Any = module.NgramGPUSpeculator
+
+    def make(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+            logger.warning("agentspec leaves Model Runner V2 alone: it does not draft with prefill context parallelism")
+            return theirs(vllm_config, device, req_states)
+        from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator  # which imports torch
+
+        listen_to_scheduler()
+        ours: Any = type("PassageSpeculator", (PassageSpeculator, theirs), {})
+        made = ours(vllm_config, device, req_states)
+        made.seeded = verify_strictly(vllm_config)
+        return made
+
+    module.NgramGPUSpeculator = make  # type: ignore[attr-defined]
 
 
 def verify_strictly(vllm_config: Any, draft_logits: Any = None) -> bool:
@@ -143,53 +156,15 @@ def join_model(made: Any, vllm_config: Any, req_states: Any) -> Any:
         logger.warning("agentspec leaves vLLM's %s alone: %s", type(made).__name__, ", ".join(found))
         return made
     listen_to_scheduler()
-    members = {"open_retriever": staticmethod(open_retriever)}
-    beside = type("HybridSpeculator", (HybridSpeculator,), members)(made, vllm_config, req_states)
+    beside = HybridSpeculator(made, vllm_config, req_states)
     beside.seeded = verify_strictly(vllm_config, made.draft_logits)
     made.propose = beside.propose
     setattr(made, BESIDE, beside)
-    close_at_exit(beside.close)
     return made
 
 
-class _Maker:
-    """Called as vLLM calls its class. It imports torch, and vLLM's runner, only when a speculator is made."""
-
-    def __init__(self, theirs: type) -> None:
-        self._theirs = theirs
-
-    def __call__(self, vllm_config: Any, device: Any, req_states: Any) -> Any:
-        if vllm_config.parallel_config.prefill_context_parallel_size > 1:
-            logger.warning("agentspec leaves Model Runner V2 alone: it does not draft with prefill context parallelism")
-            return self._theirs(vllm_config, device, req_states)
-        from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
-
-        listen_to_scheduler()
-        members = {"open_retriever": staticmethod(open_retriever)}
-        ours: Any = type("PassageSpeculator", (PassageSpeculator, self._theirs), members)
-        speculator = ours(vllm_config, device, req_states)
-        speculator.seeded = verify_strictly(vllm_config)
-        close_at_exit(speculator.close)
-        return speculator
-
-
-def open_retriever(config: Any, shape: PassageShape) -> Any:
-    """The retriever for a `VllmConfig`, with its cache open; None where another rank drafts.
-
-    Raises `ConfigurationError` and `CacheError`s.
-    """
-    from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
-
-    if not drafts_here(config):
-        return None
-    method = config.speculative_config.method
-    beside = "" if method in METHODS else f" with the drafts of {method}"
-    router = open_router(read_settings(ENGINE), config.model_config, f"in Model Runner V2{beside}")
-    return PassageRetriever(router.open, config.model_config.get_vocab_size(), shape, on_close=router.close)
-
-
 def listen_to_scheduler() -> None:
-    """Make vLLM's second model runner tell our speculator which requests a step begins and ends. Idempotent."""
+    """Make vLLM's second model runner tell our speculator which requests a step begins and ends, and its own end."""
     offer_forget()
     runner = import_module(_RUNNER).GPUModelRunner
     if runner.add_requests.__module__ != __name__:
@@ -198,18 +173,19 @@ def listen_to_scheduler() -> None:
             runner.finish_requests,
             lambda ours, output: ours.finish(output.finished_req_ids, output.preempted_req_ids or ()),
         )
+        runner.shutdown = _after(runner.shutdown, lambda ours: ours.close())
 
 
-def _after(original: Callable[..., Any], hook: Callable[[Any, Any], None]) -> Callable[..., Any]:
+def _after(original: Callable[..., Any], hook: Callable[..., None]) -> Callable[..., Any]:
     """`original`, with `hook` called after it for runners with a speculator of ours."""
     from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
 
-    def method(self: Any, scheduler_output: Any) -> Any:
-        result = original(self, scheduler_output)
+    def method(self: Any, *given: Any) -> Any:
         speculator = getattr(self, "speculator", None)
+        result = original(self, *given)
         ours = getattr(speculator, BESIDE, speculator)
         if isinstance(ours, PassageSpeculator):
-            hook(ours, scheduler_output)
+            hook(ours, *given)
         return result
 
     return method

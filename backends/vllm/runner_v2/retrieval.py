@@ -18,14 +18,29 @@ from typing import Any, NamedTuple
 
 import torch
 
+from agentspec.backends.engine_plugin.cache_router import close_at_exit, open_router
 from agentspec.backends.engine_plugin.recorder import CLOSE_SECONDS, Open, OutputUpdate, RecordingDrafter
 from agentspec.backends.engine_plugin.request_state import Deletions, Ending, RequestInfo, RequestState
 from agentspec.backends.engine_plugin.rounds import metric
+from agentspec.backends.engine_plugin.settings import read_settings
+from agentspec.backends.vllm.proposer import ENGINE, drafts_here
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.cache.index import PassageJob, Passages, find_passages
 from agentspec.cache.tokens import EMPTY, Tokens
 
 logger = logging.getLogger(__name__)
+
+
+def open_retriever(config: Any, shape: PassageShape, place: str) -> PassageRetriever | None:
+    """The retriever for a `VllmConfig`, with its cache open; None where another rank drafts. The log says that `place`.
+    Raises `ConfigurationError` and `CacheError`s.
+    """
+    if not drafts_here(config):
+        return None
+    router = open_router(read_settings(ENGINE), config.model_config, place)
+    retriever = PassageRetriever(router.open, config.model_config.get_vocab_size(), shape, on_close=router.close)
+    close_at_exit(retriever.close)  # not the speculator's, which holds memory of the device
+    return retriever
 
 
 class PassageRequest:

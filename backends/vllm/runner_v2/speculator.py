@@ -17,15 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentspec.backends.engine_plugin.cache_router import close_now
 from agentspec.backends.engine_plugin.request_state import Deletions
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info, tensor_group
 from agentspec.backends.vllm.runner_v2 import matching
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import Found, PassageRequest, PassageRetriever, Row, SampledTokens
-
-OpenRetriever = Callable[[Any, PassageShape], "PassageRetriever | None"]
-"""Opens the retriever for a `VllmConfig`; None where another rank drafts."""
+from agentspec.backends.vllm.runner_v2.retrieval import (
+    Found,
+    PassageRequest,
+    PassageRetriever,
+    Row,
+    SampledTokens,
+    open_retriever,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,6 @@ class PassageSpeculator:
     `begin` and `finish` are called with the scheduler's output after the runner's own handling of it.
     """
 
-    open_retriever: OpenRetriever
     drafted = 0  # tokens of the last drafts that are verified
     seeded = True  # whether requests with a seed have drafts
     max_num_reqs: int
@@ -49,10 +53,10 @@ class PassageSpeculator:
         super().__init__(vllm_config, device, req_states)  # type: ignore[call-arg]  # of the class it is mixed into
         self.open_cache(vllm_config)
 
-    def open_cache(self, vllm_config: Any) -> None:
+    def open_cache(self, vllm_config: Any, beside: str = "") -> None:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
-        self._retriever = type(self).open_retriever(vllm_config, self._shape)
+        self._retriever = open_retriever(vllm_config, self._shape, f"in Model Runner V2{beside}")
         self._on_cpu = self.device.type == "cpu"  # asking torch in each step costs as much as a copy
         if self._retriever is not None:
             self._retriever.pinned = not self._on_cpu
@@ -66,8 +70,8 @@ class PassageSpeculator:
         self.enable_adaptive_verification = bool(getattr(given, "enable_adaptive_verification", False))
         self.draft_token_confidence_probs = torch.zeros(drafts, dtype=torch.float32, device=self.device)
         self._confidence = matching.MatchConfidence(*drafts, self.device)
-        self._drafts: dict[int, torch.Tensor] = {}  # the first rows of `drafts`
         size = (self.max_num_reqs + 1, 2 * self._shape.rows * self._shape.width)  # one more for requests that are over
+        self._drafts: dict[int, torch.Tensor] = {}  # the first rows of `drafts`
         self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
         self._deletions = Deletions.count  # before these were searched for
         ends = (self.max_num_reqs, self.num_speculative_steps + 2)
@@ -144,7 +148,7 @@ class PassageSpeculator:
     def close(self) -> None:
         """Record all tokens that were sampled, then stop. Idempotent."""
         if self._retriever is not None:
-            self._retriever.close()
+            close_now(self._retriever.close)
 
     def _draft(
         self,

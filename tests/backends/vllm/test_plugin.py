@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
+from agentspec.backends.engine_plugin import cache_router
 from agentspec.backends.engine_plugin.cache_router import open_router
 from agentspec.backends.engine_plugin.request_state import RequestInfo, RequestState
 from agentspec.backends.engine_plugin.settings import read_settings
@@ -27,6 +30,7 @@ from agentspec.backends.openai.metrics import DrafterInfo, parse_drafter
 from agentspec.backends.vllm import plugin, proposer
 from agentspec.backends.vllm.proposer import SALT, SuffixDecodingProposer
 from agentspec.backends.vllm.runner_v2 import plugin as runner_v2
+from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.errors import ConfigurationError
 from agentspec.version import __version__
 from tests.backends.conftest import stored
@@ -49,12 +53,21 @@ class GPUModelRunner:
     def _update_states(self, scheduler_output: object) -> str:
         return "deferred"
 
+    def shutdown(self) -> None:
+        """Frees what it holds."""
+
 
 class RunnerV2:
+    def __init__(self, speculator: object) -> None:
+        self.speculator: object = speculator
+
     def add_requests(self, scheduler_output: object) -> None:
         """Handles them."""
 
     finish_requests = add_requests
+
+    def shutdown(self) -> None:
+        self.speculator = None
 
 
 class WorkerBase:
@@ -62,7 +75,7 @@ class WorkerBase:
 
 
 class Speculator:
-    num_speculative_steps, max_num_reqs = 4, 2
+    num_speculative_steps, max_num_reqs, max_model_len = 4, 2, 64
 
     def __init__(self, vllm_config: object, device: object, req_states: object) -> None:
         self.device = device
@@ -101,7 +114,7 @@ class ModelSpeculator:
         return torch.full((input_batch.num_reqs, 4), 7)
 
 
-SUFFIX = SimpleNamespace(suffix_decoding_min_token_prob=0.1)
+SUFFIX = SimpleNamespace(suffix_decoding_min_token_prob=0.1, method="ngram", rejection_sample_method="standard")
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 NGRAM, SAMPLER = f"{SPECULATORS}.ngram.speculator", f"{SPECULATORS}.rejection_sampler"
 CONTENTS: dict[str, dict[str, object]] = {
@@ -173,9 +186,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         if parent:
             setattr(modules[parent], child, module)
         monkeypatch.setitem(sys.modules, name, module)
-    patched = [(NewRequestData, "from_request"), (GPUModelRunner, "_update_states")]
+    patched = [(NewRequestData, "from_request"), (GPUModelRunner, "_update_states"), (GPUModelRunner, "shutdown")]
     patched += [(RunnerV2, "add_requests"), (RunnerV2, "finish_requests"), (EngineArgs, "create_speculative_config")]
-    patched += [(EngineCore, "reset_prefix_cache"), (EngineCore, "set_weight_version")]
+    patched += [(RunnerV2, "shutdown"), (EngineCore, "reset_prefix_cache"), (EngineCore, "set_weight_version")]
     for owner, name in [*patched, (PrometheusStatLogger, "log_engine_initialized")]:
         monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(plugin, "_installed", False)
@@ -240,8 +253,7 @@ def test_the_second_runner_can_be_left_alone(vllm: dict[str, ModuleType], monkey
 
 
 def test_a_speculator_for_the_second_runner(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_v2, "drafts_here", lambda config: False)
-    monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
+    monkeypatch.setattr(retrieval, "drafts_here", lambda config: False)
     plugin.install()
     parallel = SimpleNamespace(prefill_context_parallel_size=1)
     config = SimpleNamespace(parallel_config=parallel, speculative_config=STANDARD)
@@ -257,8 +269,7 @@ def test_ours_beside_a_model_where_asked_for(
     vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
     monkeypatch.setenv("AGENTSPEC_VLLM_HYBRID", switch)
-    monkeypatch.setattr(runner_v2, "drafts_here", lambda config: False)
-    monkeypatch.setattr(runner_v2, "close_at_exit", lambda close: None)
+    monkeypatch.setattr(retrieval, "drafts_here", lambda config: False)
     named = vllm["vllm.v1.worker.gpu.model_runner"]
     monkeypatch.setattr(named, "init_speculator", vllm[SPECULATORS].init_speculator, raising=False)
     plugin.install()
@@ -399,6 +410,8 @@ def test_what_old_policies_wrote_is_forgotten(
 ) -> None:
     """An update may be reported more than once, and tokens of the present policy and the one before are drafted."""
     monkeypatch.setenv("AGENTSPEC_POLICIES", "1")
+    clock = [0.0]
+    monkeypatch.setattr("time.time", lambda: clock[0])
     plugin.install()
     router = open_router(read_settings("VLLM"), model("m"), "here")
     engine = EngineCore()
@@ -409,7 +422,9 @@ def test_what_old_policies_wrote_is_forgotten(
 
     kept = []
     for policy in range(4):
+        clock[0] += 1
         wrote(policy)
+        clock[0] += 1
         kept.append(stored(router._cache, router._namespaces["default"]))
         assert getattr(engine, reported)("v") == reported and engine.reset_prefix_cache("again")
     assert kept == [[[0, 0]], [[0, 0], [1, 1]], [[1, 1], [2, 2]], [[2, 2], [3, 3]]]
@@ -486,6 +501,29 @@ def test_workers_forget_what_only_memory_holds(
     assert worker.agentspec_forget(tenant="default") == 1 == 1 + worker.agentspec_forget(tenant="default")
     drafter.close()
     assert worker.agentspec_forget(tenant="default") == 0
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_an_engine_that_ends_before_its_process_leaves_nothing_behind(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: bool
+) -> None:
+    """A program may make another one: neither memory of the device nor the cache are kept until the program ends."""
+    for module in (proposer, retrieval):
+        monkeypatch.setattr(module, "drafts_here", lambda config: True)
+    plugin.install()
+    served = model(str(tmp_path))
+    served.get_vocab_size, served.max_model_len = lambda: 1000, 64
+    parallel = SimpleNamespace(prefill_context_parallel_size=1, distributed_executor_backend="mp")
+    config = SimpleNamespace(model_config=served, parallel_config=parallel, speculative_config=SUFFIX)
+    made = (vllm[NGRAM].NgramGPUSpeculator if second else lambda config, *_: SuffixDecodingProposer(config))(
+        config, torch.device("cpu"), None
+    )
+    runner: Any = (RunnerV2 if second else GPUModelRunner)(made)
+    left = [weakref.ref(made), weakref.ref(cache_router._open[-1])]
+    runner.shutdown()
+    del runner, made
+    gc.collect()
+    assert [one() for one in left] == [None, None]
 
 
 def speculative(method: str, model: str | None = None) -> SimpleNamespace:

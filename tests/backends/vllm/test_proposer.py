@@ -80,6 +80,9 @@ class GPUModelRunner:
         for begun in output.scheduled_new_reqs:
             self.input_batch.add(begun.req_id, np.array(begun.prompt_token_ids, dtype=np.int32))
 
+    def shutdown(self) -> None:
+        """Frees what it holds."""
+
 
 def config() -> Any:
     return SimpleNamespace(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agentspec.backends.vllm.proposer import SALT
+from agentspec.backends.vllm.runner_v2 import speculator
 from agentspec.backends.vllm.runner_v2.plugin import listen_to_scheduler
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever, SampledTokens
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
@@ -41,7 +42,7 @@ class GPUModelRunner:
     def add_requests(self, scheduler_output: object) -> None:
         """Handles them."""
 
-    finish_requests = add_requests
+    finish_requests = shutdown = add_requests
 
 
 class RequestStates:
@@ -218,18 +219,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def runner(ranks: SimpleNamespace, cache: SuffixCache, late: Late) -> Iterator[Runner]:
+def runner(ranks: SimpleNamespace, cache: SuffixCache, late: Late, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     opened = opening(cache, lambda name: Namespace(name, "m", "t"), pepper="team")
-
-    def open_retriever(config: Any, shape: Any) -> PassageRetriever:
-        return PassageRetriever(opened, VOCABULARY, shape)
-
-    members = {"open_retriever": staticmethod(open_retriever)}
-    ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), members)
-    speculator = ours(None, torch.device("cpu"), RequestStates())
-    yield Runner(speculator, late)
+    monkeypatch.setattr(speculator, "open_retriever", lambda _, shape, __: PassageRetriever(opened, VOCABULARY, shape))
+    ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), {})
+    made = ours(None, torch.device("cpu"), RequestStates())
+    yield Runner(made, late)
     late.steps = 0
-    speculator.close()
+    made.close()
 
 
 def text(seed: int, length: int) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.vllm.runner_v2 import plugin
+from agentspec.backends.vllm.runner_v2 import plugin, speculator
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.backends.vllm.runner_v2.verification import strict_rejection
@@ -68,12 +68,11 @@ def join(
     """Makes a runner whose speculator drafts from a model that is right for so many tokens, and from our cache."""
     joined = []
 
-    def open_retriever(config: Any, shape: PassageShape) -> PassageRetriever:
+    def open_retriever(config: Any, shape: PassageShape, place: str) -> PassageRetriever:
         return PassageRetriever(lambda state, prompt: cache.request(prompt), VOCABULARY, shape)
 
-    monkeypatch.setattr(plugin, "open_retriever", open_retriever)
+    monkeypatch.setattr(speculator, "open_retriever", open_retriever)
     monkeypatch.setattr(plugin, "listen_to_scheduler", lambda: None)
-    monkeypatch.setattr(plugin, "close_at_exit", lambda close: None)
     for name, members in {"spec_decode.rejection_sampler": {"rejection_sample": None}, "sample.gumbel": {}}.items():
         monkeypatch.setitem(sys.modules, module := f"vllm.v1.worker.gpu.{name}", ModuleType(module))
         vars(sys.modules[module]).update({"gumbel_sample": None, **members})
@@ -90,8 +89,8 @@ def join(
 
     yield make
     late.steps = 0
-    for speculator in joined:
-        speculator.close()
+    for one in joined:
+        one.close()
 
 
 def steps(runner: Runner, answer: list[int], name: str = "a") -> int:
