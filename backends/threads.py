@@ -3,90 +3,60 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from agentspec.errors import ShuttingDownError
 
 T = TypeVar("T")
-_Job = list[Any]  # a future and the call that it waits for; emptied when the call starts
 
 
 class TenantThreads:
-    """Runs functions in `threads` threads. No tenant takes the last free one unless there is only one.
+    """Runs functions in `threads` threads. Of an event loop's tenants none takes the last one unless there is only one.
 
-    Tenants take turns, and each tenant's work starts in order of arrival. Safe to use from several event loops.
+    A tenant has no more work in the threads' queue than it may run, so that tenants take turns. Each tenant's work
+    starts in order of arrival.
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._free = threads
         self._share = max(1, threads - 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
-        self._running: Counter[str] = Counter()
+        self._gates: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Semaphore]
+        self._gates = WeakValueDictionary()
         self._closed = False
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished."""
-        future = self.submit(tenant, function, *arguments)
+        """The result of `function(*arguments)`. A cancelled caller leaves the queue; what runs is finished.
+
+        Raises `ShuttingDownError` after `close`.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        gate = self._gates.setdefault((loop, tenant), asyncio.Semaphore(self._share))
+        await gate.acquire()
+
+        def leave(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(gate.release)
+
+        try:
+            future = self._pool.submit(function, *arguments)
+        except RuntimeError:  # closed
+            gate.release()
+            raise ShuttingDownError("the server is shutting down") from None
+        future.add_done_callback(leave)
         try:
             return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if self._closed and not (task and task.cancelling()):
+                raise ShuttingDownError("the server is shutting down") from None
+            raise
         finally:
-            del future  # for the same reason
-
-    def submit(self, tenant: str, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queue `function(*arguments)`; the future can be cancelled while it waits. Raises `ShuttingDownError`."""
-        future: Future[T] = Future()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDownError("the server is shutting down")
-            self._waiting.setdefault(tenant, deque()).append([future, partial(function, *arguments)])
-        self._start()
-        return future
+            del future  # an error's traceback holds this frame: the error and its job would be a cycle
 
     def close(self) -> None:
         """Take no more work: what waits gets `ShuttingDownError`, what runs ends by itself."""
-        with self._lock:
-            self._closed = True
-            waiting = [job[0] for jobs in self._waiting.values() for job in jobs]
-            self._waiting.clear()
-        for future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ShuttingDownError("the server is shutting down"))
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _start(self) -> None:
-        """Start what may run now: the next job of each tenant in turn that is below its share."""
-        with self._lock:
-            for tenant in list(self._waiting):
-                if self._free and self._running[tenant] < self._share:
-                    jobs = self._waiting[tenant]
-                    self._pool.submit(self._work, tenant, jobs.popleft())
-                    self._free -= 1
-                    self._running[tenant] += 1
-                    self._waiting.move_to_end(tenant)
-                    if not jobs:
-                        del self._waiting[tenant]
-
-    def _work(self, tenant: str, job: _Job) -> None:
-        # The traceback of an error holds this frame: without `clear` and `del`, an error and its job would be a cycle.
-        future, call = job
-        job.clear()
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            del future, call
-            with self._lock:
-                self._free += 1
-                self._running[tenant] -= 1
-                if not self._running[tenant]:
-                    del self._running[tenant]
-            self._start()

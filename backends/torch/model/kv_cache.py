@@ -77,13 +77,12 @@ class SequenceCache(Cache):
         store[layer] = rows = _room(store[layer], like, self.length, self.capacity)
         return rows
 
-    def reserve(self, slots: int, most: int | None = None) -> None:
-        """Raise the capacity to at least `slots` slots, and beyond them to no more than `most`. Each layer allocates
-        when it is next written, so that growth cannot fail half-way.
+    def reserve(self, slots: int) -> None:
+        """Raise the capacity to at least `slots` slots. Each layer allocates when it is next written, so that growth
+        cannot fail half-way.
         """
         if slots > self.capacity:
-            more = int(self.capacity * GROWTH)
-            self.capacity = max(slots, more if most is None else min(more, most))
+            self.capacity = max(slots, int(self.capacity * GROWTH))
 
     @torch.inference_mode()
     def commit(self, num_tokens: int, path: Sequence[int]) -> None:

@@ -45,10 +45,9 @@ class ModelTokens:
         """Token ids of `text` as a completion prompt."""
         return self._tokenizer.encode(text, special=True)
 
-    def encode_chat(self, messages: Sequence[Message], *, continue_final: bool = False) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of `messages` through the chat template, ready for the assistant's answer."""
-        text = self._tokenizer.render(messages, start=not continue_final, continue_final=continue_final)
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(self._tokenizer.render(messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
