@@ -1,4 +1,4 @@
-"""Rollouts of a trainer that runs vLLM in its own processes, in both model runners."""
+"""Rollouts of a trainer that runs vLLM in its own processes, in both model runners, and the examples of trainers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agentspec.benchmarks.vllm.engine import FIXED
 from tests.backends.vllm.test_server import ENVIRONMENT, RUNNERS
@@ -23,13 +24,17 @@ pytestmark = [
 ]
 
 
-def samples(model: Path, folder: Path, ranks: int, runner: str, drafts: bool) -> list[dict[str, Any]]:
-    """What each rank has to say."""
-    assert ENVIRONMENT is not None
+def environment(runner: str, drafts: bool) -> dict[str, str]:
     variables, speculative = RUNNERS[runner]
     given = {name: value for name, value in os.environ.items() if not name.startswith("AGENTSPEC_")}
     given |= {**FIXED, **variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    given |= {"AGENTSPEC_VLLM_SPECULATIVE_CONFIG": json.dumps(speculative)} if drafts else {}
+    return given | ({"AGENTSPEC_VLLM_SPECULATIVE_CONFIG": json.dumps(speculative)} if drafts else {})
+
+
+def samples(model: Path, folder: Path, ranks: int, runner: str, drafts: bool) -> list[dict[str, Any]]:
+    """What each rank has to say."""
+    assert ENVIRONMENT is not None
+    given = environment(runner, drafts)
     with socket.create_server(("127.0.0.1", 0)) as free:
         given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     command = [ENVIRONMENT / "bin" / "python", Path(__file__).with_name("rollouts_in_vllm.py"), model, str(ranks)]
@@ -52,3 +57,36 @@ def test_samples_stay_the_same_on_all_ranks_while_drafts_come_from_earlier_ones(
     (plain, *_), drafted = (samples(served_model, tmp_path, ranks, runner, drafts) for drafts in (False, True))
     assert plain["accepted"] == 0 and all(rank["rounds"] == plain["rounds"] for rank in drafted)
     assert all(rank["accepted"] > 30 for rank in drafted)
+
+
+def python_with(package: str) -> Path:
+    assert ENVIRONMENT is not None
+    python = ENVIRONMENT / "bin" / "python"
+    if subprocess.run([python, "-c", f"import {package}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"no {package} beside vLLM: run .ci/vllm-env")
+    return python
+
+
+def test_the_example_of_trl_trains_with_drafts(repository: Path, served_model: Path, tmp_path: Path) -> None:
+    on_cpu = Path(__file__).with_name("trainer_on_cpu.py")
+    example = repository / "examples" / "rollouts" / "with_trl.py"
+    command = [python_with("trl"), on_cpu, example, served_model, "--updates", "3", "--length", "32"]
+    given = environment("first", drafts=True) | {"VLLM_LOGGING_LEVEL": "INFO"}
+    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [float(line.split()[2]) for line in done.stdout.splitlines() if line.endswith(" a step")]
+    assert len(steps) == 3 and min(steps) >= 1.0 and max(steps) > 1.0
+    assert "agentspec drafts for this server" in done.stdout + done.stderr
+
+
+def test_verl_takes_the_settings_of_its_example(repository: Path, served_model: Path, tmp_path: Path) -> None:
+    example = repository / "examples" / "rollouts" / "with_verl.py"
+    command = [python_with("verl"), example, served_model, "trainer.total_training_steps=2", "--cfg", "job"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = yaml.safe_load(done.stdout[done.stdout.index("actor_rollout_ref:") :])
+    rollout = config["actor_rollout_ref"]["rollout"]
+    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 7}
+    assert rollout["engine_kwargs"]["vllm"]["speculative_config"] == speculative and rollout["n"] == 8
+    assert config["reward"]["custom_reward_function"]["path"] == str(example)
+    assert config["trainer"]["total_training_steps"] == 2
