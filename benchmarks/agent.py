@@ -1,10 +1,10 @@
 """Whole sessions of a coding agent, end to end: transformers, agentspec off, on, and on after other sessions.
 
-Each turn's prompt is the previous prompt, an answer and the tools' output: it grows from about 400 to about 3900
-tokens. transformers computes the whole prompt each time, as `generate` does; agentspec keeps the session's KV slots.
-Each session is run under all variants in an order that rotates. All variants see the same prompts, since a script
-supplies the history (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time is wall
-time from prompt to last token, prefill included.
+Each turn's prompt is the previous prompt, an answer and the tools' output: in eight turns it grows from about 400 to
+about 3900 tokens. transformers computes the whole prompt each time, as `generate` does; agentspec keeps the session's
+KV slots. Each session is run under all variants in an order that rotates. All variants see the same prompts, since a
+script supplies the history (`agent_workflows`). Answers are greedy, a pair is one session under two variants, and time
+is wall time from prompt to last token, prefill included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from agentspec.benchmarks.report import Progress, RatioGoal, rotated
 from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS, EngineBench, Run, RunTable, ask, warm_name
 from agentspec.types import Labels, SamplingParams
 
-TURNS = 8
 MAX_TOKENS = 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 WARM_TOGETHER = 4  # sessions that run at once while the cache is warmed
@@ -38,7 +37,7 @@ PromptTokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """The runs, `TURNS` in a row for each session, and the numbers of tokens in each session's prompts.
+    """The runs, the turns of a session in a row, and the numbers of tokens in each session's prompts.
 
     `warm` is the variant whose cache held other sessions.
     """
@@ -79,15 +78,16 @@ class AgentReport:
         }
 
 
-def run_agent(model: str, *, warm: int, progress: Progress, **extras: bool) -> AgentReport:
-    """Measure every variant, the warm one after `warm` other sessions; `extras` go to `AgentBench.variants`.
+def run_agent(model: str, *, turns: int, warm: int, progress: Progress, **extras: bool) -> AgentReport:
+    """Measure every variant in sessions of so many `turns`, the warm one after `warm` other sessions; `extras` go to
+    `AgentBench.variants`.
 
     Raises what the backend raises.
     """
     bench = AgentBench.load(model, progress)
     try:
-        bench.warm(other_workflows(warm, TURNS))
-        table, prompt_tokens = bench.measure(measured_workflows(TURNS), bench.variants(warm, **extras))
+        bench.warm(other_workflows(warm, turns))
+        table, prompt_tokens = bench.measure(measured_workflows(turns), bench.variants(warm, **extras))
         return AgentReport(table, warm_name(warm), prompt_tokens)
     finally:
         bench.close()

@@ -2,9 +2,8 @@
 
 All variants answer the same token ids until the model ends the text, one variant after another for each prompt, in an
 order that rotates from prompt to prompt, so that a busy machine affects all variants alike. A pair is one prompt under
-two variants; time is wall time including prefill. Each cache state of each table has its own tenant. No sequence is
-added to a cache while it is measured, but acceptance rates are learned throughout, as in use. KV slots are never kept
-between calls.
+two variants; time is wall time including prefill. Each cache state has its own tenant. No sequence is added to a cache
+while it is measured, but acceptance rates are learned throughout, as in use. KV slots are never kept between calls.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from agentspec.recordings.prompt_sets import PromptSet, load_prompts
 from agentspec.types import Labels, SamplingParams
 
 MAX_TOKENS = 512
-CONTROL_TOKENS = 128
+CONTROL_TOKENS = 64
 CONTROL_ROUNDS = 4  # with other seeds in each: many pairs are needed to find a difference of two per cent
 CONTROL_DISTINCT = 0.95
-WARM_COUNTS = (10, 100)
+WARM = 20  # other prompts, which are answered before
 LOOKUP_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
@@ -33,7 +32,7 @@ LOOKUP, SECOND = "prompt lookup", "on, second pass"
 EDIT_GOALS = (
     RatioGoal(OFF, TRANSFORMERS, 1.05),
     RatioGoal(COLD, TRANSFORMERS, 2.6),
-    RatioGoal(warm_name(max(WARM_COUNTS)), TRANSFORMERS, 3.2),
+    RatioGoal(warm_name(WARM), TRANSFORMERS, 3.2),
     RatioGoal(SECOND, TRANSFORMERS, 6.0),
 )
 CONTROL_GOALS = (RatioGoal(COLD, OFF, 0.98),)
@@ -41,23 +40,13 @@ CONTROL_GOALS = (RatioGoal(COLD, OFF, 0.98),)
 Variant = Callable[[Sequence[int], int], Run]
 
 
-def second_tenant(table: str) -> str:
-    return f"{table}: {SECOND}"
-
-
-def run_decode(
-    model: str,
-    *,
-    sets: Sequence[PromptSet],
-    limit: int | None,
-    progress: Progress,
-) -> DecodeReport:
-    """Measure every variant on the prompt sets and the control; one table each. Raises what the backend raises."""
+def run_decode(model: str, *, prompts: PromptSet, limit: int, progress: Progress) -> DecodeReport:
+    """Measure every variant on the first `limit` prompts of a set. Raises what the backend raises."""
     bench = DecodeBench.load(model, progress, keeps_prefixes=False)
     try:
-        bench.warm(WARM_COUNTS if sets else WARM_COUNTS[:1])  # so that the control starts with learned acceptance rates
-        tables = [bench.measure(name, load_prompts(name)[:limit]) for name in sets]
-        return DecodeReport([*tables, bench.control(load_prompts("control")[:limit])])
+        bench.record(warm_name(WARM), load_prompts("edit_warm")[:WARM])  # the control starts with learned rates too
+        measure = bench.control if prompts == "control" else bench.edits
+        return DecodeReport(measure(load_prompts(prompts)[:limit]))
     finally:
         bench.close()
 
@@ -66,16 +55,15 @@ def run_decode(
 class DecodeBench(EngineBench):
     """The model with warmed caches, and the same model under transformers."""
 
-    def measure(self, name: PromptSet, prompts: Sequence[str]) -> RunTable:
-        table = RunTable(name)
-        encoded = [self.encode(prompt) for prompt in prompts]
-        self.record(second_tenant(name), encoded)
-        self.transformers(encoded[0], MAX_TOKENS)  # the first call includes one-time setup
-        variants = self.variants(name)
-        for index, prompt in enumerate(encoded):
-            self.progress(f"{name}: prompt {index + 1} of {len(encoded)}")
+    def edits(self, prompts: Sequence[str]) -> RunTable:
+        table = RunTable("edits")
+        self.record(SECOND, prompts)
+        self.transformers(self.encode(prompts[0]), 1)  # the first call includes one-time setup
+        variants = self.variants()
+        for index, prompt in enumerate(prompts):
+            self.progress(f"prompt {index + 1} of {len(prompts)}")
             for label, variant in rotated(variants, index):
-                table.add(label, variant(prompt, index))
+                table.add(label, variant(self.encode(prompt), index))
         return table
 
     def control(self, prompts: Sequence[str]) -> RunTable:
@@ -88,34 +76,27 @@ class DecodeBench(EngineBench):
             self.progress(f"control: answer {index + 1} of {CONTROL_ROUNDS * len(prompts)}")
             ids = self.encode(prompt)
             sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=CONTROL_TOKENS)
-            variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold("control", sampling)}
+            variants = {OFF: self._agentspec(OFF, sampling, speculation=False), COLD: self._cold(sampling)}
             there = list(rotated(variants, index))
             for turn, (label, variant) in enumerate((*there, *reversed(there))):
                 table.add(label, variant(ids, 4 * index + turn))
         require_distinct(table.runs[OFF])
         return table
 
-    def warm(self, counts: Sequence[int]) -> None:
-        """Fill the caches of the warm tenants with answers to other prompts of the same kind."""
-        others = [self.encode(text) for text in load_prompts("edit_warm")[: max(counts)]]
-        for count in counts:
-            self.record(warm_name(count), others[:count])
-
-    def record(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
+    def record(self, tenant: str, prompts: Sequence[str]) -> None:
         """Answer `prompts` for `tenant`, whose cache stores the answers."""
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(map(self.encode, prompts)):
             self.progress(f"warming {tenant!r}: {index + 1} of {len(prompts)}")
             self.loop.run_until_complete(ask(self.backend, prompt, GREEDY, tenant, labels=Labels(f"warm-{index}")))
 
-    def variants(self, table: str) -> dict[str, Variant]:
-        warm = {name: self._agentspec(name, GREEDY) for name in map(warm_name, WARM_COUNTS)}
+    def variants(self) -> dict[str, Variant]:
         return {
             TRANSFORMERS: lambda prompt, _: self.transformers(prompt, MAX_TOKENS),
             LOOKUP: lambda prompt, _: self.transformers(prompt, MAX_TOKENS, prompt_lookup_num_tokens=LOOKUP_TOKENS),
             OFF: self._agentspec(OFF, GREEDY, speculation=False),
-            COLD: self._cold(table, GREEDY),
-            **warm,
-            SECOND: self._agentspec(second_tenant(table), GREEDY),
+            COLD: self._cold(GREEDY),
+            warm_name(WARM): self._agentspec(warm_name(WARM), GREEDY),
+            SECOND: self._agentspec(SECOND, GREEDY),
         }
 
     def _agentspec(self, tenant: str, sampling: SamplingParams, *, speculation: bool = True) -> Variant:
@@ -126,9 +107,9 @@ class DecodeBench(EngineBench):
 
         return variant
 
-    def _cold(self, table: str, sampling: SamplingParams) -> Variant:
+    def _cold(self, sampling: SamplingParams) -> Variant:
         """A variant that uses a new tenant with an empty cache for each answer."""
-        return lambda prompt, index: self._agentspec(f"{table}: {COLD} {index}", sampling)(prompt, index)
+        return lambda prompt, index: self._agentspec(f"{COLD} {index}", sampling)(prompt, index)
 
 
 def require_distinct(runs: Sequence[Run]) -> None:
@@ -148,48 +129,33 @@ def distinct_ngrams(tokens: Sequence[int], n: int = 4) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    tables: Sequence[RunTable]
+    table: RunTable
+
+    @property
+    def baseline(self) -> str:
+        return TRANSFORMERS if TRANSFORMERS in self.table.runs else OFF
+
+    @property
+    def goals(self) -> tuple[RatioGoal, ...]:
+        return EDIT_GOALS if self.baseline == TRANSFORMERS else CONTROL_GOALS
 
     def show(self) -> Iterator[RenderableType]:
-        for table in self.tables:
-            yield _shown(table)
-            yield from table.goal_lines(goals_of(table))
+        table, baseline = self.table, self.baseline
+        title = f"{table.name}: {len(table.speeds(baseline))} prompts, {table.tokens(baseline)} answer tokens"
+        columns = ("variant", "tok/s", f"vs {baseline}", "tokens/step", f"same as {OFF}")
+        yield report.table(title, columns, map(self._row, table.runs))
+        yield from table.goal_lines(self.goals)
+
+    def _row(self, variant: str) -> tuple[str, ...]:
+        table = self.table
+        ratio, same = table.ratio(variant, self.baseline), table.same(variant, OFF)
+        return variant, f"{table.total_speed(variant):.1f}", str(ratio), table.steps_cell(variant), same
 
     def data(self) -> dict[str, Any]:
-        return {"tables": [_data(table) for table in self.tables]}
-
-
-def goals_of(table: RunTable) -> tuple[RatioGoal, ...]:
-    return CONTROL_GOALS if table.name == "control" else EDIT_GOALS
-
-
-def _baseline(table: RunTable) -> str:
-    return TRANSFORMERS if TRANSFORMERS in table.runs else OFF
-
-
-def _shown(table: RunTable) -> RenderableType:
-    baseline = _baseline(table)
-    title = f"{table.name}: {len(table.speeds(baseline))} prompts, {table.tokens(baseline)} answer tokens"
-    columns = ("variant", "tok/s", f"vs {baseline}", "tokens/step", f"same as {OFF}")
-    rows = [
-        (
-            variant,
-            f"{table.total_speed(variant):.1f}",
-            str(table.ratio(variant, baseline)),
-            table.steps_cell(variant),
-            table.same(variant, OFF),
-        )
-        for variant in table.runs
-    ]
-    return report.table(title, columns, rows)
-
-
-def _data(table: RunTable) -> dict[str, Any]:
-    baseline = _baseline(table)
-    return {
-        "name": table.name,
-        "baseline": baseline,
-        "ratios": table.ratio_data(dict.fromkeys(table.runs, baseline)),
-        "goals": table.goal_data(goals_of(table)),
-        "runs": table.run_data(),
-    }
+        return {
+            "name": self.table.name,
+            "baseline": self.baseline,
+            "ratios": self.table.ratio_data(dict.fromkeys(self.table.runs, self.baseline)),
+            "goals": self.table.goal_data(self.goals),
+            "runs": self.table.run_data(),
+        }

@@ -67,29 +67,38 @@ class GatewayMeasure(StrEnum):
 @app.command()
 def decode(
     model: ModelOption = "smollm2-135m",
-    control: Annotated[bool, typer.Option("--control", help="Only prompts whose answers repeat nothing")] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first prompts of each set (at least 7)", min=7)] = None,
+    prompts: Annotated[
+        Literal["edit", "edit_short", "control"], typer.Option(help="control: questions whose answers repeat nothing")
+    ] = "edit",
+    limit: Annotated[int, typer.Option(help="Only the first prompts of the set", min=7)] = 7,
     json: JsonFile = None,
 ) -> None:
-    """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run."""
+    """Decode the same prompts with transformers and with agentspec off, cold and warm, interleaved in one run.
+
+    Seven prompts take some minutes on two cores. There are 14; of short edits 12.
+    """
     from agentspec.benchmarks.decode import run_decode
 
-    run = partial(run_decode, model, sets=() if control else ("edit", "edit_short"), limit=limit)
+    run = partial(run_decode, model, prompts=prompts, limit=limit)
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 
 @app.command()
 def agent(
     model: ModelOption = "smollm2-135m",
+    turns: Annotated[int, typer.Option(help="Model calls of a session", min=1, max=8)] = 3,
     warm: Annotated[int, typer.Option(help="Other sessions before the warm ones", min=1, max=22)] = 20,
     off: Annotated[bool, typer.Option("--off", help="Time agentspec without speculation too")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Time transformers that keep key/value rows too")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Run whole sessions of a coding agent with transformers and with agentspec cold and warm, interleaved."""
+    """Run sessions of a coding agent with transformers and with agentspec cold and warm, interleaved.
+
+    Sessions of three turns take some minutes on two cores, of eight turns three times as long.
+    """
     from agentspec.benchmarks.agent import run_agent
 
-    run = partial(run_agent, model, warm=warm, off=off, kept=kept)
+    run = partial(run_agent, model, turns=turns, warm=warm, off=off, kept=kept)
     publish(run, json, packages=TORCH, wide=False, subject={"model": model})
 
 

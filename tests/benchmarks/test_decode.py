@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentspec.benchmarks.agent import AgentBench
 from agentspec.benchmarks.agent_workflows import Workflow, WorkflowTurn
-from agentspec.benchmarks.decode import SECOND, DecodeBench, second_tenant
+from agentspec.benchmarks.decode import SECOND, DecodeBench
 from agentspec.benchmarks.runs import COLD, OFF, TRANSFORMERS
 from agentspec.recordings.prompt_sets import load_prompts
 
@@ -13,9 +13,9 @@ def test_all_variants_answer_alike(model: str) -> None:
     """A prompt through every variant but the long warm-up: same tokens, fewer steps on the second pass."""
     bench = DecodeBench.load(model, lambda message: None)
     try:
-        ids = bench.encode(load_prompts("edit_short")[0])
-        bench.record(second_tenant("test"), [ids])
-        variants = bench.variants("test")
+        prompt = load_prompts("edit_short")[0]
+        bench.record(SECOND, [prompt])
+        ids, variants = bench.encode(prompt), bench.variants()
         runs = {name: variants[name](ids, 0) for name in (TRANSFORMERS, OFF, COLD, SECOND)}
     finally:
         bench.close()
