@@ -11,11 +11,8 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from agentspec import cli
 from agentspec.backends.settings import TorchSettings
-from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
 from agentspec.cache.stored import StoredResponse
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -273,18 +270,9 @@ def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: 
 def test_one_file_shows_the_same_without_a_server(shown: Any, open_page: Any, tmp_path: Path) -> None:
     tokens = [token(HOSTILE, at) for at in range(6)]
     call = record("".join(one["text"] for one in tokens), tokens)
-    with SuffixCache.open(tmp_path / "cache", runs_bytes=1 << 20) as cache:
-        assert cache.runs.put(call)
-    file, options = tmp_path / "run.html", ("--path", str(tmp_path / "cache"))
-
-    def program(*arguments: str) -> Any:
-        return CliRunner().invoke(cli.app, [*arguments, *options])
-
-    assert program("trace", "show").output.split()[-1] == "s"
-    assert json.loads(program("trace", "show", "s").output)["calls"][0]["answers"][0]["tokens"] == tokens
-    assert program("trace", "show", "s", "--html", str(file)).exit_code == 0
-    assert program("trace", "show", "t").exit_code == 1
-    views = [open_page(file.as_uri()), shown(call)]
+    page, file = shown(call), tmp_path / "run.html"
+    file.write_bytes(seen(page.url.partition("/ui")[0], "run", name="s", form="html").content)
+    views = [open_page(file.as_uri()), page]
     for page in views:
         page.get_by_role("heading", name="Session s").wait_for()
     alone, served = (page.locator("article").evaluate("one => one.innerText") for page in views)
