@@ -7,7 +7,7 @@
 namespace agentspec {
 namespace {
 
-constexpr std::size_t kFewTokens = 64;  // room to begin with, a power of two
+constexpr std::size_t kFewTokens = 32;  // room to begin with, a power of two
 
 }  // namespace
 

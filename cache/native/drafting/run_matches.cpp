@@ -9,8 +9,8 @@ constexpr std::size_t kMany = 64;  // matches that take as long to follow as a s
 
 RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int most)
     : RunMatches(before.log_, *before.run_, query_end, most) {
-    const bool found = before.cursors_[0].has_value();
-    const auto follows = [this](const auto& cursor) { return !cursor || follow(*cursor); };
+    const bool found = before.searched();
+    const auto follows = [this](const RunCursor& cursor) { return follow(cursor); };
     const bool all = found ? std::ranges::all_of(before.cursors_, follows) : follow(before.known_);
     if (!all) known_.clear();
     const int shorter = !all ? before.longest_ : found ? before.next() : before.unknown_;
@@ -22,7 +22,7 @@ RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int mos
 }
 
 /// Know what follows the matches of the query before. False where they are too many.
-bool RunMatches::follow(const Few& before) {
+bool RunMatches::follow(const Known& before) {
     for (const auto& [position, shared] : before) {
         if (goes_on(position)) known_.push_back({position + 1, std::min(shared + 1, kDepth)});
     }
@@ -45,12 +45,9 @@ bool RunMatches::goes_on(Position position) const {
 }
 
 void RunMatches::search() {
-    const std::vector<RunPart>& parts = run_->parts();
-    for (std::size_t i = 0; i < parts.size(); ++i) cursors_[i].emplace(log_, parts[i], query_end_);
+    for (const RunPart& part : run_->parts()) cursors_.push_back(RunCursor(log_, part, query_end_));
     longest_ = next();
-    for (auto& cursor : cursors_) {
-        if (cursor) cursor->take(taken_);
-    }
+    for (RunCursor& cursor : cursors_) cursor.take(taken_);
 }
 
 }  // namespace agentspec

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
+#include <cstddef>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -26,20 +26,18 @@ public:
     int longest() const { return longest_; }
     /// The same for the positions not yet taken in; 0 when none of them shares a token.
     int next() const {
-        if (!cursors_[0]) return next_;
+        if (!searched()) return next_;
         int next = 0;
-        for (const auto& cursor : cursors_) next = cursor ? std::max(next, cursor->next()) : next;
+        for (const RunCursor& cursor : cursors_) next = std::max(next, cursor.next());
         return next;
     }
 
     /// As RunCursor::widen.
     template <class Visit>
     void widen(int length, std::uint32_t limit, Visit&& visit) {
-        if (!cursors_[0] && length > unknown_ && known_.size() <= limit) return take_known(length, visit);
-        if (!cursors_[0]) search();
-        for (auto& cursor : cursors_) {
-            if (cursor) cursor->widen(length, limit, visit);
-        }
+        if (!searched() && length > unknown_ && known_.size() <= limit) return take_known(length, visit);
+        if (!searched()) search();
+        for (RunCursor& cursor : cursors_) cursor.widen(length, limit, visit);
     }
 
 private:
@@ -47,21 +45,26 @@ private:
         Position position;
         int shared;
     };
-    /// A few matches.
+    /// Up to `Most` items. Memory that holds none is left alone: a draft makes hundreds of these.
+    template <class Item, std::size_t Most>
     class Few {
     public:
         std::size_t size() const { return size_; }
-        const Match* begin() const { return matches_.data(); }
-        const Match* end() const { return matches_.data() + size_; }
-        bool full() const { return size_ == matches_.size(); }
-        void push_back(const Match& match) { matches_[size_++] = match; }
+        Item* begin() { return items_.data(); }
+        Item* end() { return items_.data() + size_; }
+        const Item* begin() const { return items_.data(); }
+        const Item* end() const { return items_.data() + size_; }
+        bool full() const { return size_ == Most; }
+        void push_back(const Item& item) { items_[size_++] = item; }
         void clear() { size_ = 0; }
 
     private:
         std::size_t size_ = 0;
-        std::array<Match, 8> matches_;
+        std::array<Item, Most> items_;
     };
+    using Known = Few<Match, 8>;
 
+    bool searched() const { return cursors_.size() > 0; }
     template <class Visit>
     void take_known(int length, Visit& visit) {
         next_ = unknown_;
@@ -72,7 +75,7 @@ private:
         taken_ = length;
     }
     void search();
-    bool follow(const Few& before);
+    bool follow(const Known& before);
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
@@ -83,8 +86,8 @@ private:
     int unknown_;  // upper bound of the lengths of matches that are not known
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
-    Few known_;
-    std::array<std::optional<RunCursor>, 3> cursors_;  // in the run's parts: more than one while it is merged
+    Known known_;
+    Few<RunCursor, 3> cursors_;  // once searched, in the run's parts: more than one while it is merged
 };
 
 }  // namespace agentspec

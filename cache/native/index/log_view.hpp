@@ -66,7 +66,7 @@ public:
 private:
     const Token* at(std::size_t position) const { return chunks_[position >> kChunkBits].at(position); }
 
-    const ChunkView* chunks_ = nullptr;
+    const ChunkView* chunks_;
 };
 
 /// The tokens before `end` that stand in the same piece, kDepth at most.

@@ -13,6 +13,7 @@ namespace agentspec {
 /// `take` lower that number and so take in more positions.
 class RunCursor {
 public:
+    RunCursor() = default;
     RunCursor(LogView log, const RunPart& part, const Token* query_end);
 
     /// The longest shared context among the positions not yet taken in; 0 when none shares a token.
@@ -81,7 +82,7 @@ private:
     const Token* query_end_;
     std::uint32_t begin_, count_;  // the first place, and the one behind the last
     Places taken_;
-    int left_ = 0, right_ = 0;  // tokens shared by the neighbours just outside taken_
+    int left_, right_;  // tokens shared by the neighbours just outside taken_
 };
 
 }  // namespace agentspec
