@@ -26,7 +26,7 @@ import torch
 from agentspec.backends.engine_plugin.cache_router import CacheRouter
 from agentspec.backends.engine_plugin.settings import DrafterSettings
 from agentspec.backends.vllm.proposer import SALT
-from agentspec.backends.vllm.runner_v2 import speculator
+from agentspec.backends.vllm.runner_v2 import retrieval, speculator
 from agentspec.backends.vllm.runner_v2.passages import shape_for
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRequest, PassageRetriever, SampledTokens
 from agentspec.benchmarks.cache.costs import VOCABULARY, Workload
@@ -94,8 +94,8 @@ class VllmSpeculator:
 class LateSpeculator(speculator.PassageSpeculator, VllmSpeculator):
     """Ours, with a kernel that the device runs later."""
 
-    def open_cache(self, *given: Any) -> None:
-        super().open_cache(*given)
+    def open_cache(self, vllm_config: Any, beside: str = "") -> None:
+        super().open_cache(vllm_config, beside)
         match, self._match = self._match, self._launch
         self.kernel: Callable[..., None] = match
         self.compute: Callable[[], None] = lambda: None
@@ -122,7 +122,7 @@ class Batch:
         self.lengths = self.states.total_len.gpu = torch.zeros(rows, dtype=torch.int32)
         self.drafts, self.counts = torch.zeros((rows, DRAFTED), dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
         self.retriever = WatchedRetriever(router.open, VOCABULARY, shape_for(DRAFTED))
-        with patch.object(speculator, "open_retriever", lambda *_: self.retriever):
+        with patch.object(retrieval, "open_retriever", lambda *_: self.retriever):
             self.ours = LateSpeculator(rows, torch.device("cpu"), self.states)
         self.costs, self.begins = list[float](), list[float]()
         self.served, self.tokens = list[list[bool]](), list[int]()

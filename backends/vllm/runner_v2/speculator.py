@@ -21,16 +21,9 @@ from agentspec.backends.engine_plugin.cache_router import close_now
 from agentspec.backends.engine_plugin.request_state import Deletions
 from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info, tensor_group
-from agentspec.backends.vllm.runner_v2 import matching
+from agentspec.backends.vllm.runner_v2 import matching, retrieval
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import (
-    Found,
-    PassageRequest,
-    PassageRetriever,
-    Row,
-    SampledTokens,
-    open_retriever,
-)
+from agentspec.backends.vllm.runner_v2.retrieval import Found, PassageRequest, PassageRetriever, Row, SampledTokens
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +49,7 @@ class PassageSpeculator:
     def open_cache(self, vllm_config: Any, beside: str = "") -> None:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
-        self._retriever = open_retriever(vllm_config, self._shape, f"in Model Runner V2{beside}")
+        self._retriever = retrieval.open_retriever(vllm_config, self._shape, f"in Model Runner V2{beside}")
         self._on_cpu = self.device.type == "cpu"  # asking torch in each step costs as much as a copy
         if self._retriever is not None:
             self._retriever.pinned = not self._on_cpu

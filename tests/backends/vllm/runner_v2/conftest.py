@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentspec.backends.vllm.proposer import SALT
-from agentspec.backends.vllm.runner_v2 import speculator
+from agentspec.backends.vllm.runner_v2 import retrieval
 from agentspec.backends.vllm.runner_v2.plugin import listen_to_scheduler
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever, SampledTokens
 from agentspec.backends.vllm.runner_v2.speculator import PassageSpeculator
@@ -221,7 +221,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def runner(ranks: SimpleNamespace, cache: SuffixCache, late: Late, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     opened = opening(cache, lambda name: Namespace(name, "m", "t"), pepper="team")
-    monkeypatch.setattr(speculator, "open_retriever", lambda _, shape, __: PassageRetriever(opened, VOCABULARY, shape))
+    monkeypatch.setattr(retrieval, "open_retriever", lambda _, shape, __: PassageRetriever(opened, VOCABULARY, shape))
     ours = type("Speculator", (PassageSpeculator, NgramGPUSpeculator), {})
     made = ours(None, torch.device("cpu"), RequestStates())
     yield Runner(made, late)

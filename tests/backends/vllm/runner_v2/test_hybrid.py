@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentspec.backends.vllm.runner_v2 import plugin, speculator
+from agentspec.backends.vllm.runner_v2 import plugin, retrieval
 from agentspec.backends.vllm.runner_v2.passages import PassageShape
 from agentspec.backends.vllm.runner_v2.retrieval import PassageRetriever
 from agentspec.backends.vllm.runner_v2.verification import strict_rejection
@@ -71,7 +71,7 @@ def join(
     def open_retriever(config: Any, shape: PassageShape, place: str) -> PassageRetriever:
         return PassageRetriever(lambda state, prompt: cache.request(prompt), VOCABULARY, shape)
 
-    monkeypatch.setattr(speculator, "open_retriever", open_retriever)
+    monkeypatch.setattr(retrieval, "open_retriever", open_retriever)
     monkeypatch.setattr(plugin, "listen_to_scheduler", lambda: None)
     for name, members in {"spec_decode.rejection_sampler": {"rejection_sample": None}, "sample.gumbel": {}}.items():
         monkeypatch.setitem(sys.modules, module := f"vllm.v1.worker.gpu.{name}", ModuleType(module))
