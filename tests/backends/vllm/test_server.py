@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import anyio
 import pytest
 from starlette.testclient import TestClient
 
+from agentspec.backends.openai.metrics import parse_load
 from agentspec.backends.settings import OpenAISettings
 from agentspec.benchmarks.vllm.engine import FIXED, find_environment
 from agentspec.proxy import create_app
@@ -141,7 +143,9 @@ def test_same_texts_in_fewer_steps_also_after_kill_and_restart(
 
 
 def ask_for_more(server: EngineServer) -> None:
-    """A salt, answers that reach the model's length, JSON by a schema: Triton's interpreter cannot run its kernel."""
+    """A salt, answers that reach the model's length, what vLLM refuses with drafts, JSON by a schema: Triton's
+    interpreter cannot run its kernel.
+    """
     schema = {"type": "object", "properties": {"n": {"enum": [17]}}, "required": ["n"], "additionalProperties": False}
     shaped = {
         "ignore_eos": False,
@@ -151,6 +155,9 @@ def ask_for_more(server: EngineServer) -> None:
         answers = [complete(server, "Say a number as JSON.", **shaped) for _ in range(2)]
         assert answers[0] == answers[1] and answers[0]
     assert len(complete(server, PROMPTS[0], max_tokens=20, cache_salt="pepper")) == 20
+    for refused in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
+        with pytest.raises(HTTPError, match="400"):
+            complete(server, PROMPTS[0], **refused)
     long = [complete(server, "word " * 95, max_tokens=512 - 475) for _ in range(2)]
     assert long[0] == long[1] and len(long[0]) == 37
 
@@ -158,14 +165,22 @@ def ask_for_more(server: EngineServer) -> None:
 def test_every_output_is_recorded_once_and_whole(
     launch: Launch, plain: list[list[int]], tmp_path: Path, runner: str
 ) -> None:
-    """By engines that share a folder, and in V2 by ranks of which one drafts."""
+    """By engines that share a folder, and in V2 by ranks of which one drafts. Counts of drafts are those of vLLM."""
     processes = {"first": ("--data-parallel-size", "2"), "V2": ("--tensor-parallel-size", "2")}[runner]
-    server = launch(*processes, AGENTSPEC_CACHE_PATH=str(tmp_path / "cache"), VLLM_CPU_OMP_THREADS_BIND="nobind")
+    (metrics := tmp_path / "metrics").mkdir()
+    more = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    server = launch(*processes, AGENTSPEC_CACHE_PATH=str(tmp_path / "cache"), **more)
+    said = [complete(server, PROMPTS[0], vllm_xargs={"agentspec_prediction": plain[0]})]
     with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(lambda prompt: complete(server, prompt), PROMPTS * 3))
-    assert said == plain[: len(PROMPTS)] * 3
+        said += pool.map(lambda prompt: complete(server, prompt), PROMPTS * 3)
+    assert said == plain[:1] + plain[: len(PROMPTS)] * 3
     while len(stored_in(tmp_path / "cache")) < len(said):
         time.sleep(0.1)
+    complete(server, PROMPTS[0], max_tokens=1)  # vLLM has counted all steps before when it answers
+    load = parse_load(server.metrics())
+    assert load is not None and load.accepted["prediction"] > 0 and load.accepted["cache"] > 0
+    for kind, counts in (("draft", load.drafted), ("accepted", load.accepted)):
+        assert sum(counts.values()) == server.metric(f"vllm:spec_decode_num_{kind}_tokens_total")
     server.stop()
     assert stored_in(tmp_path / "cache") == sorted(said)
 
