@@ -42,6 +42,10 @@ class TorchSettings(SettingsModel):
     )
     max_draft_tokens: int = Field(default=48, ge=0, description="Most tokens drafted a step; 0 turns speculation off")
     draft_model: str | None = Field(default=None, description="A small model of the same vocabulary that drafts")
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none",
+        description="Add vLLM's `metrics.speculative_decoding` to answers with one choice; `detailed`: for each step",
+    )
 
 
 class OpenAISettings(SettingsModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 from agentspec.cache.deletion import Scope, Selection, pause_between_looks, select
 from agentspec.cache.partition import Partition
 from agentspec.cache.request import CachePool
-from agentspec.cache.tokens import SequenceRecord
+from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens
 from agentspec.telemetry.safe_errors import error_location
 
 if TYPE_CHECKING:
@@ -151,7 +152,8 @@ class Deleter:
         return count
 
     def _forget_in_memory(self, selection: Selection) -> int:
-        chosen = self._covered(selection.scope)
+        partitions = self._pool.namespaces.partitions(selection.scope)
+        chosen = [(partition, _selected(partition, selection)) for partition in partitions]
         for partition, numbers in chosen:
             self._forget(partition, numbers)
         count = sum(len(numbers) for _, numbers in chosen)
@@ -160,7 +162,7 @@ class Deleter:
 
     def _forget_sessions(self, scope: Scope) -> None:
         """Delete the sessions in scope, also those that requests hold, whose outputs are not shared any more; a held
-        session counts as used now.
+        session counts as used now. No text is searched for: to begin again from the next prompt costs little.
         """
         for partition in self._pool.namespaces.partitions(scope):
             with partition.lock:
@@ -198,3 +200,15 @@ def forget_sequences(partition: Partition, sequences: Iterable[int]) -> None:
     partition.remove(list(sequences))
     known = {meta.end for _, meta in partition.known()}
     partition.drafter.keep_ends(np.array(sorted(known), dtype=np.int32))
+
+
+def _selected(partition: Partition, selection: Selection) -> list[int]:
+    numbers = covered(partition, selection.scope)
+    return [one for one in numbers if selection.holds(_text_of(partition, one))] if selection.searched else numbers
+
+
+def _text_of(partition: Partition, sequence: int) -> Tokens:
+    """A sequence after its context tokens; empty if it was evicted meanwhile."""
+    with contextlib.suppress(KeyError):
+        return np.concatenate((partition.shared.prefix(sequence), partition.shared.tokens(sequence)))
+    return EMPTY

@@ -1,16 +1,17 @@
 """What a deletion covers: a selection, as the caller gives it, and its scope, as it is logged for other processes;
 and the filter for text that is never shared.
 
-The database keeps the scope of each deletion for the processes that follow. A scope holds names as hashes, since
-otherwise it would preserve what was to be deleted.
+The database keeps the scope of each deletion for the processes that follow. A scope holds names as hashes and
+no text, since otherwise it would preserve what was to be deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +20,7 @@ import numpy as np
 
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, ConfigurationError, InvalidRequestError
+from agentspec.types import Namespace
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, with the tokenizer of a namespace."""
@@ -54,15 +56,24 @@ class ContentFilter:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The tenant, session and time that a deletion applies to; None: any. Names are hashes, so that only a process
-    that knows a name can recognise it. `before` is a time in seconds since 1970.
+    """The tenant, session, tokenizer and time that a deletion applies to; None: any. Names are hashes, so that
+    only a process that knows a name can recognise it.
+
+    `before` is a time in seconds since 1970. `searched`: only sequences that held a text were deleted.
     """
 
     tenant: str | None = None
     session: str | None = None
+    tokenizer: str | None = None
     before: float | None = None
+    searched: bool = False
 
-    def concerns(self, tenant: str) -> bool:
+    def concerns(self, namespace: Namespace) -> bool:
+        if self.tokenizer is not None and namespace.tokenizer_hash != self.tokenizer:
+            return False
+        return self.concerns_tenant(namespace.tenant)
+
+    def concerns_tenant(self, tenant: str) -> bool:
         return self.tenant is None or self.tenant == _digest(tenant)
 
     def covers(self, session: str | None, time_: float) -> bool:
@@ -72,18 +83,56 @@ class Scope:
         return self.session is None or (session is not None and self.session == _digest(session))
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a deletion covers of what an engine keeps by tenant and session for a model, whose `namespace` it knows."""
+
+    scope: Scope
+    namespace: Callable[[str], Namespace]
+
+    def concerns(self, tenant: str) -> bool:
+        return self.scope.concerns(self.namespace(tenant))
+
+    def covers(self, tenant: str, session: str | None, made: float) -> bool:
+        """Whether it covers what was learned of a session (None: nameless) at that time, in seconds since 1970."""
+        return self.scope.covers(session, made) and self.concerns(tenant)
+
+
 @dataclass(frozen=True)
 class Selection:
     """The conditions of a deletion, all of which must hold. `before` is a time in seconds since 1970."""
 
     session: str | None = None
     tenant: str | None = None
+    tokenizer: str | None = None
     before: float | None = None
+    text: str | None = None
+    decode: Decode | None = None
+
+    @property
+    def searched(self) -> bool:
+        return self.text is not None
 
     @cached_property
     def scope(self) -> Scope:
         tenant, session = (None if name is None else _digest(name) for name in (self.tenant, self.session))
-        return Scope(tenant, session, self.before)
+        return Scope(tenant, session, self.tokenizer, self.before, self.searched)
+
+    def holds(self, tokens: Tokens) -> bool:
+        """Whether the text of a stored sequence, with the context before it, holds the one that is searched for."""
+        return self.text is None or (self.decode is not None and self.text in self.decode(tokens.tolist()))
+
+    def is_in(self, texts: Iterable[str]) -> bool:
+        """Whether one of these texts holds the one that is searched for, as it is or as JSON writes it."""
+        return self.text is None or any(form in one for form in json_forms(self.text) for one in texts)
+
+
+def json_forms(text: str) -> set[str]:
+    """How a text stands in a JSON text: as it is, inside a string, and inside a string of JSON in a string."""
+    forms = {text}
+    for _ in range(2):
+        forms |= {json.dumps(one, ensure_ascii=ascii_only)[1:-1] for one in forms for ascii_only in (False, True)}
+    return forms
 
 
 class PartlyForgottenError(CacheError):
@@ -95,16 +144,26 @@ class PartlyForgottenError(CacheError):
 
 
 def select(
-    *, session: str | None = None, tenant: str | None = None, older_than: float | timedelta | None = None
+    *,
+    session: str | None = None,
+    tenant: str | None = None,
+    tokenizer: str | None = None,
+    older_than: float | timedelta | None = None,
+    text: str | None = None,
+    decode: Decode | None = None,
 ) -> Selection:
     """A checked selection. Raises `InvalidRequestError`, whose `param` names the invalid condition."""
-    for name, value in (("session", session), ("tenant", tenant)):
+    for name, value in (("session", session), ("tenant", tenant), ("tokenizer", tokenizer), ("text", text)):
         if not isinstance(value, str | None):
             raise InvalidRequestError(f"{name} must be a string or None, not {value!r}", param=name)
-    if all(condition is None for condition in (session, tenant, older_than)):
-        raise InvalidRequestError("say what to forget: session, tenant or older_than")
+    if all(condition is None for condition in (session, tenant, older_than, text)):
+        raise InvalidRequestError("say what to forget: session, tenant, older_than or text")
+    if decode is not None and not callable(decode):
+        raise InvalidRequestError(f"decode must be a function of token ids, not {decode!r}", param="decode")
+    if text is not None and (not text or decode is None):
+        raise InvalidRequestError("text must not be empty, and needs decode, the tokenizer's", param="text")
     before = None if older_than is None else time.time() - seconds_of(older_than, "older_than")
-    return Selection(session, tenant, before)
+    return Selection(session, tenant, tokenizer, before, text, decode)
 
 
 def seconds_of(span: float | timedelta, name: str) -> float:

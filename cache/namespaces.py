@@ -175,7 +175,7 @@ class NamespaceTable:
         """All partitions in memory, or only the partitions of namespaces that `scope` concerns."""
         with self.lock:
             everything = [one for tenant in self.tenants.values() for one in tenant.partitions.values()]
-        return [one for one in everything if scope is None or scope.concerns(one.namespace.tenant)]
+        return [one for one in everything if scope is None or scope.concerns(one.namespace)]
 
     def loaded(self, namespace: Namespace) -> Partition | None:
         """The partition of a namespace, if it is in memory."""

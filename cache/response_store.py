@@ -67,7 +67,7 @@ class ResponseStore:
         with self._writing() as connection:
             # What another process, or this one, deleted while the answer waited here must not come back.
             deletions = deletion_log.since(connection, state.history.known(stored.since))
-            if any(_is_covered(stored, scope) for _, scope in deletions):
+            if _is_forgotten(stored, deletions, state.history.known(stored.created_at)):
                 return False
             connection.execute(
                 self._table.delete().where(self._table.c.id == stored.id, self._table.c.tenant == stored.tenant)
@@ -109,7 +109,14 @@ class ResponseStore:
 
     def forget_within(self, connection: sa.Connection, selection: Selection) -> int:
         """Delete what the selection covers in the caller's transaction, which erases it."""
-        return self._delete_where(connection, *deletion_log.conditions(selection, self._table))
+        columns = self._table.c
+        body = columns.body if selection.searched else sa.literal(b"").label("body")
+        query = sa.select(columns.id, columns.tenant, columns.session, columns.created_at, body)
+        if selection.tenant is not None:
+            query = query.where(columns.tenant == selection.tenant)
+        with connection.execute(query.execution_options(yield_per=64)) as rows:
+            found = [row.id for row in rows if self._is_covered(selection, row)]
+        return self._delete(connection, found)
 
     def maintain(self) -> None:
         """Called periodically: delete what is too old."""
@@ -122,6 +129,17 @@ class ResponseStore:
         if found:
             with self._writing() as connection:
                 self._delete_where(connection, old)
+
+    def _is_covered(self, selection: Selection, row: Any) -> bool:
+        """Whether a deletion takes a row with it. Rows have no tokenizer: one that is named excludes none."""
+        if not is_sound(row, _KINDS):
+            return True  # it cannot be searched, and is of no use
+        if not selection.scope.covers(row.session, row.created_at):
+            return False
+        try:
+            return not selection.searched or selection.is_in(texts_of(unpacked(row.body, "")))
+        except CacheFormatError:
+            return True
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
@@ -208,9 +226,18 @@ def _level(sizes: Iterable[int], total: int) -> int:
     return share
 
 
-def _is_covered(stored: StoredResponse, scope: Scope) -> bool:
-    """Whether a deletion since it was begun takes along what is about to be stored."""
-    return scope.concerns(stored.tenant) and scope.covers(stored.session, stored.created_at)
+def _is_forgotten(stored: StoredResponse, deletions: Iterable[tuple[int, Scope]], whole: int) -> bool:
+    """Whether one of the deletions since it was begun takes along what is about to be stored.
+
+    It does by tenant and session. A search is in what was whole when it ran, before which deletion `whole` was the
+    last: what it looked for is known to no one any more, so that all of that goes.
+    """
+    return any(
+        (number > whole or not scope.searched)
+        and scope.concerns_tenant(stored.tenant)
+        and scope.covers(stored.session, stored.created_at)
+        for number, scope in deletions
+    )
 
 
 class State:

@@ -210,21 +210,30 @@ class SuffixCache:
             raise
 
     def forget(
-        self, *, session: str | None = None, tenant: str | None = None, older_than: float | timedelta | None = None
+        self,
+        *,
+        session: str | None = None,
+        tenant: str | None = None,
+        tokenizer: str | None = None,
+        older_than: float | timedelta | None = None,
+        text: str | None = None,
+        decode: Decode | None = None,
     ) -> int:
         """Delete the sequences that meet all conditions given; returns how many cached past outputs were deleted.
 
-        `session`: the session of that name. `tenant`: all its namespaces. `older_than`: outputs that finished longer
-        ago, in seconds or as a timedelta.
+        `session`: the session of that name. `tenant`: all its namespaces. `tokenizer`: namespaces of that tokenizer
+        hash. `older_than`: outputs that finished longer ago, in seconds or as a timedelta. `text`: sequences whose
+        text, by `decode`, holds it. The kept end of the prompt before an output is searched too.
 
         On return no draft, learned number or stored byte of these sequences is left, and other processes that use the
-        database follow within seconds. Sessions that meet `session` and `tenant` begin again from their next prompt,
-        and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
+        database follow within seconds. Sessions that meet `session`, `tenant` and `tokenizer` begin again from their
+        next prompt, and the outputs of their open requests are not shared. Raises `InvalidRequestError` for invalid
         conditions, and `CacheError` when the database cannot be changed: then no sequence is deleted, but with
         `PartlyForgottenError` what is in memory, where the database could not be opened.
         """
         self._pool.require_open()
-        selection = select(session=session, tenant=tenant, older_than=older_than)
+        places = {"session": session, "tenant": tenant, "tokenizer": tokenizer}
+        selection = select(**places, older_than=older_than, text=text, decode=decode)
         self._opened_state().forget(selection)  # also what is under way, and stored later
         count = self._deleter.forget(selection)
         self._opened_state().note_deletions()

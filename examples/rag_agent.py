@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any, TypedDict
 
+from langchain_core.retrievers import BaseRetriever
 from langgraph.graph import END, START, StateGraph
 
 import agentspec
 from agentspec import ChatAgentSpec
 from agentspec.errors import AgentSpecError
-from agentspec.langchain import CallLog
+from agentspec.langchain import CallLog, KnowledgeRetriever
 from agentspec.langgraph import label
-from agentspec.reasoning.retrieval.knowledge.base import KnowledgeBase
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.recordings.corpus import read_corpus
 
@@ -35,14 +35,13 @@ class State(TypedDict, total=False):
     answer: str
 
 
-def agent(chat: ChatAgentSpec, knowledge: KnowledgeBase) -> Any:
-    """The graph, whose nodes ask with the best passage."""
+def agent(chat: ChatAgentSpec, retriever: BaseRetriever) -> Any:
+    """The graph. Any LangChain retriever will do."""
 
     async def answer(state: State) -> State:
-        query = await knowledge.metric.encode(f"{state['question']} {state.get('answer', '')}")
-        [[best]] = (await knowledge.search([query], 1)).hits
-        asked = f"{best.document.text}\n\nAnswer in one sentence: {state['question']}"
-        return {"answer": (await chat.ainvoke(asked)).text}
+        found = await retriever.ainvoke(f"{state['question']} {state.get('answer', '')}")
+        passages = "\n\n".join(document.page_content for document in found)
+        return {"answer": (await chat.ainvoke(f"{passages}\n\nAnswer in one sentence: {state['question']}")).text}
 
     builder = StateGraph(State)
     builder.add_node("draft", answer)
@@ -54,8 +53,8 @@ def agent(chat: ChatAgentSpec, knowledge: KnowledgeBase) -> Any:
 
 
 async def main(chat: ChatAgentSpec, corpus: Path, question: str) -> None:
-    knowledge = in_memory(list(read_corpus(corpus)), "bm25")
-    async for update in agent(chat, knowledge).astream({"question": question}, stream_mode="updates"):
+    retriever = KnowledgeRetriever(base=in_memory(list(read_corpus(corpus)), "bm25"), k=1)
+    async for update in agent(chat, retriever).astream({"question": question}, stream_mode="updates"):
         for node, state in update.items():
             print(f"{node}: {state['answer']}")
     print(agentspec.report())

@@ -64,7 +64,8 @@ INNER = frozenset(
     protocol.requests protocol.responses protocol.speculation protocol.tools protocol.validation protocol.wire
     proxy.admission proxy.auth proxy.body.amounts proxy.body.reading proxy.body.stored_names
     proxy.body.upstream_fields proxy.logs proxy.metering reasoning.delegation.steps
-    reasoning.retrieval.datastore recordings.redaction speculation.cost
+    benchmarks.reasoning.evaluation benchmarks.reasoning.grading reasoning.retrieval.datastore recordings.redaction
+    speculation.cost
     speculation.governor speculation.stride telemetry.metrics telemetry.samples telemetry.scrape text tools.history
     tools.model
     """.split()

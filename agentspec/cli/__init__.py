@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentspec.cli import bench, cache, config, demo, kb, launch, model, reasoning, serve, verify
+from agentspec.cli import bench, cache, config, demo, kb, launch, model, reasoning, serve, top, trace, verify
 from agentspec.cli.common import ErrorGroup
 
 app = typer.Typer(
@@ -43,11 +43,13 @@ def main(
 
 app.command(context_settings={"allow_extra_args": True})(serve.serve)
 app.command()(launch.launch)
+app.command()(top.top)
 app.command()(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
+app.add_typer(trace.app, name="trace")
 app.add_typer(kb.app, name="kb")
 app.add_typer(kb.knn, name="knn")
 app.add_typer(reasoning.app, name="reasoning")

@@ -83,6 +83,8 @@ def forget(
     session: Annotated[str | None, typer.Option(help="Outputs of this session")] = None,
     tenant: Annotated[str | None, typer.Option(help="Outputs of this tenant, with every model")] = None,
     older_than: Annotated[str | None, typer.Option(help="Outputs older than this, such as 30d, 12h or 90m")] = None,
+    text: Annotated[str | None, typer.Option(help="Outputs that hold this text; - reads it from stdin")] = None,
+    model: Annotated[str | None, typer.Option(help="The model whose outputs are searched for --text")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     config: ConfigOption = None,
     path: PathOption = None,
@@ -91,14 +93,16 @@ def forget(
     """Delete outputs that match all given options, on disk and in the servers that use the folder."""
     from agentspec.cache import SuffixCache
 
-    folder = folder_of(load(config), path)
-    conditions = _conditions(session, tenant, older_than)
+    settings = load(config)
+    folder = folder_of(settings, path)
+    conditions = _conditions(session, tenant, older_than) | _search(settings, text, model)
     if not conditions:
-        raise ConfigurationError("say what to forget: --session, --tenant or --older-than")
+        raise ConfigurationError("say what to forget: --session, --tenant, --older-than or --text with --model")
     shown_conditions = {
         f"session {session!r}": session,
         f"tenant {tenant!r}": tenant,
         f"older than {older_than}": older_than,
+        f"holding the text, from models with the tokenizer of {model}": model,
     }
     described = ", ".join(words for words, value in shown_conditions.items() if value is not None)
     if not yes:
@@ -144,6 +148,20 @@ def _conditions(session: str | None, tenant: str | None, older_than: str | None)
     except ValueError as error:
         raise ConfigurationError(f"--older-than: {error}") from None
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _search(settings: Settings, text: str | None, model: str | None) -> dict[str, Any]:
+    """The text to search for, and the tokenizer of a configured model or of a model reference that decodes tokens."""
+    if text is None and model is None:
+        return {}
+    if text is None or model is None:
+        raise ConfigurationError("--text and --model go together: only its tokenizer can read a model's tokens")
+    from agentspec.backends.torch.text.model_text import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+
+    tokenizer, tokenizer_hash = load_tokenizer(reference_of(settings, model))
+    wanted = typer.get_text_stream("stdin").read().rstrip("\n") if text == "-" else text
+    return {"text": wanted, "decode": TokenizerAdapter(tokenizer).decode, "tokenizer": tokenizer_hash}
 
 
 @app.command()

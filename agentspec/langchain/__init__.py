@@ -1,4 +1,4 @@
-"""LangChain and LangGraph: a chat model, a middleware for agents, and a log of calls."""
+"""LangChain and LangGraph: a chat model, a middleware for agents, and a retriever."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +7,19 @@ from agentspec.errors import needs_extra
 with needs_extra("langgraph"):
     from agentspec.langchain.call_log import CallLog
     from agentspec.langchain.chat_model import ChatAgentSpec
+    from agentspec.langchain.retrievers import KnowledgeRetriever
 
 if TYPE_CHECKING:
     from agentspec.langchain.early_tools import EarlyTools
     from agentspec.langchain.middleware import AgentSpecMiddleware
 
-__all__ = ["AgentSpecMiddleware", "CallLog", "ChatAgentSpec", "EarlyTools"]
+__all__ = [
+    "AgentSpecMiddleware",
+    "CallLog",
+    "ChatAgentSpec",
+    "EarlyTools",
+    "KnowledgeRetriever",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from agentspec.protocol.messages import THOUGHTS
 from agentspec.protocol.requests import AnswerFormat
+from agentspec.protocol.speculation import MeasuredSpeculation
 from agentspec.protocol.tools import ToolCalls
 from agentspec.protocol.wire import DONE
 from agentspec.types import Delta, FinishReason, GenerateRequest, Prompt, Speculation, TokenLogprob, TokenSource, Usage
@@ -152,7 +153,7 @@ class ChunkWriter(ApiWriter):
         at_end = speculation_member(delta.speculation)
         yield self._wrap(kind, [choice], **more, **null_usage, **(at_end if ends and not self.format.usage else {}))
         if ends and self.format.usage:
-            yield self._wrap(kind, [], usage=usage_object(delta.usage or Usage()), **at_end)
+            yield self._wrap(kind, [], usage=usage_object(delta.usage or Usage()), **at_end, **self._metrics(delta))
 
     def _asked(self, one: Delta | Choice) -> dict[str, Any]:
         """The members of a choice that the client asked for besides what all get."""
@@ -161,7 +162,16 @@ class ChunkWriter(ApiWriter):
 
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         counts = speculation_member(self.answer.speculation)
-        return self._wrap(self.kind, choices, usage=usage_object(self.answer.usage), **counts)
+        return self._wrap(
+            self.kind, choices, usage=usage_object(self.answer.usage), **counts, **self._metrics(self.answer)
+        )
+
+    def _metrics(self, counted: Delta | Accumulator) -> dict[str, Any]:
+        """vLLM's metrics of the request, which stand by the usage of a single choice."""
+        done = counted.speculation
+        if not isinstance(done, MeasuredSpeculation) or self.request.sampling.n > 1:
+            return {}
+        return {"metrics": {"speculative_decoding": done.metrics()}}
 
 
 def source_object(token: TokenSource) -> dict[str, Any]:
@@ -192,8 +202,10 @@ def speculation_member(speculation: Speculation | None) -> dict[str, Any]:
     """An answer's member `speculation`, if there is one: the fields of the class that the strategy reports."""
     if speculation is None:
         return {}
-    saved = round(speculation.estimated_seconds_saved, 6)
-    return {"speculation": asdict(speculation) | {"estimated_seconds_saved": saved}}
+    members = asdict(speculation) | {"estimated_seconds_saved": round(speculation.estimated_seconds_saved, 6)}
+    if isinstance(speculation, MeasuredSpeculation):
+        members = {one.name: members[one.name] for one in fields(Speculation)}
+    return {"speculation": members}
 
 
 def thoughts_of(extra: Mapping[str, Any]) -> str:

@@ -13,6 +13,42 @@ from agentspec.types import Speculation, Usage
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredSpeculation(Speculation):
+    """What speculation did for one answer, draft by draft: `drafts` has the tokens of each, and those accepted.
+
+    No draft has more than `most` tokens. In the object `speculation` it is like any other.
+    """
+
+    drafts: tuple[tuple[int, int], ...] = ()
+    most: int = 0
+    detailed: bool = False
+
+    @classmethod
+    def of(cls, done: Speculation, drafts: Sequence[tuple[int, int]], most: int, detailed: bool) -> MeasuredSpeculation:
+        counts = done.drafted, done.accepted, done.steps, done.estimated_seconds_saved
+        return cls(*counts, drafts=tuple(drafts), most=most, detailed=detailed)
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's `metrics.speculative_decoding`: what `--per-request-spec-decode-metrics` adds to answers (vLLM 0.29).
+
+        Its steps are those with a draft.
+        """
+        lengths = [accepted for _, accepted in self.drafts]
+        found: dict[str, Any] = {
+            "mean_acceptance_length": 1.0 + (sum(lengths) / len(lengths) if lengths else 0.0),
+            "draft_acceptance_rate": sum(lengths) / self.drafted if self.drafted else 0.0,
+            "acceptance_histogram": [lengths.count(length) for length in range(self.most + 1)],
+            "num_spec_steps": len(lengths),
+            "num_accepted_draft_tokens": sum(lengths),
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": self.most,
+        }
+        if self.detailed and lengths:
+            found |= {"per_step_accepted": lengths, "per_step_drafted": [drafted for drafted, _ in self.drafts]}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class StepSpeculation(Speculation):
     """What delegating reasoning steps did for one answer. It is lossy: the settings in `knobs` trade quality for speed.
 

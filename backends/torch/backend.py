@@ -31,6 +31,7 @@ from agentspec.backends.torch.text.model_text import ModelTokens, ids_of_end
 from agentspec.backends.torch.text.structured_output import OutputParser, StructuredOutput, StructuredOutputBuilder
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
 from agentspec.cache import SuffixCache
+from agentspec.cache.deletion import Reach, Scope
 from agentspec.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from agentspec.prediction import TOKEN_CHARACTERS
 from agentspec.telemetry.samples import EngineSample
@@ -80,6 +81,7 @@ class TorchBackend(ModelTokens):
             loaded.target,
             self._tokenizer,
             max_draft_tokens=settings.max_draft_tokens,
+            spec_decode_metrics=settings.per_request_spec_decode_metrics,
             draft_model=small,
         )
         if settings.max_draft_tokens:
@@ -88,7 +90,7 @@ class TorchBackend(ModelTokens):
         self._engine = Engine(
             context, settings, lambda one: self._cache_session(one.original, one.prompt), keeps_prefixes=keeps_prefixes
         )
-        self._end_listening = self._cache.on_forget(self._engine.forget)
+        self._end_listening = self._cache.on_forget(self._forget)
         self._tasks = Tasks(compute_thread(loaded.target.device), device_failed=self._engine.device_failed)
         self._long_prompts = TenantThreads(LONG_PROMPT_THREADS, "agentspec-prompt")
         self._next_turns: NextTurns | None = None
@@ -219,6 +221,10 @@ class TorchBackend(ModelTokens):
     async def open_scan(self, rows: NDArray[np.float16]) -> VectorScan:
         """Copy `rows` [n, width] to the model's device, in float32."""
         return await computed(self._tasks, lambda: VectorScan(rows, self.target.device))
+
+    def _forget(self, scope: Scope) -> None:
+        """Something was deleted from the cache: reuse nothing that derives from it."""
+        self._engine.forget(Reach(scope, self.namespace))
 
     async def aclose(self) -> None:
         self._end_listening()

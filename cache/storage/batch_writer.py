@@ -89,7 +89,8 @@ class BatchWriter(Generic[Job]):
                 raise CacheError(f"the cache cannot be written now: {self.error}{again}")
             if fresh:
                 raise CacheError(
-                    f"{fresh} writes were dropped: the database refused them, or there was no room to wait for it"
+                    f"{fresh} writes were dropped: the database refused them, there was no room to wait for it, or"
+                    " another process searched for text to forget before they were written"
                 )
 
     def waiting(self) -> list[Job]:
@@ -97,7 +98,7 @@ class BatchWriter(Generic[Job]):
             return [*self._taken, *self._jobs]
 
     def revise(self, change: Callable[[Iterable[Job]], Iterable[Job]]) -> None:
-        """Replace the waiting jobs by `change(jobs)`, while no job is being committed."""
+        """Replace the waiting jobs by `change(jobs)`, while no job is being committed. It may add to `dropped`."""
         with self._changed:
             self._revising += 1  # no further commit begins meanwhile, however many jobs are put
             self._changed.wait_for(lambda: not self._busy)

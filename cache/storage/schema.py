@@ -13,7 +13,7 @@ from sqlalchemy import event
 from agentspec.cache.deletion import CLOCKS_DIFFER
 from agentspec.errors import CacheDamagedError
 
-VERSION = 12  # a change of the tables takes another: there are no migrations
+VERSION = 11  # a change of the tables takes another: there are no migrations
 
 metadata = sa.MetaData()
 
@@ -83,7 +83,9 @@ deletions = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("tenant", sa.String),  # tenant and session are hashes
     sa.Column("session", sa.String),
+    sa.Column("tokenizer", Name),
     sa.Column("before", sa.Float),
+    sa.Column("searched", sa.Boolean, nullable=False),
     sqlite_autoincrement=True,
 )
 

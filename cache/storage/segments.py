@@ -87,7 +87,7 @@ class Segment:
 
     def covers(self, scope: Scope) -> bool:
         """Whether any sequence of the segment lies in a scope."""
-        if not scope.concerns(self.namespace.tenant):
+        if not scope.concerns(self.namespace):
             return False
         oldest: dict[str | None, float] = {}  # of each session, whose name is hashed once
         for session, created_at, _ in self.meta:

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
@@ -25,7 +26,7 @@ from agentspec.cache.storage.reader import SequenceReader
 from agentspec.cache.storage.schema import damaged, sequences
 from agentspec.cache.storage.segments import SegmentFolder
 from agentspec.cache.tokens import SequenceRecord
-from agentspec.errors import CacheError, CacheLockedError
+from agentspec.errors import CacheDamagedError, CacheError, CacheLockedError
 from agentspec.types import Namespace
 
 _ATTEMPTS = 5  # tries to rewrite the database; each waits some seconds for other processes
@@ -54,8 +55,8 @@ class SequenceStore(SequenceReader):
         self._enforcing = threading.Lock()  # two threads that measured the same excess would each delete it
         self.also_forgets: list[Callable[[sa.Connection, Selection], int]] = []  # called in a deletion's transaction
         self._disk_bytes = 0
-        self._own: set[int] = set()  # numbers of this process's deletions that are not applied yet
         self.erasure = PendingErasure(database, pending=database.is_writer)  # a killed process may have left bytes
+        self._own: dict[int, Selection] = {}  # this process's deletions that are not applied yet, by number
         with self._reading() as connection:
             self.last_deletion = deletion_log.last(connection)  # the last one applied here
         first = secrets.randbits(62)
@@ -132,7 +133,7 @@ class SequenceStore(SequenceReader):
             return []
         with self._reading() as connection:  # first: what these cover may be dropped meanwhile
             deletions = deletion_log.since(connection, self.last_deletion)
-        waiting = _allowed(self.writer.waiting(), [scope for _, scope in deletions])
+        waiting, _ = self._allowed(self.writer.waiting(), deletions)
         return [job for job in waiting if job.namespace == namespace]
 
     def renew_lease(self) -> bool:
@@ -149,8 +150,7 @@ class SequenceStore(SequenceReader):
     def holds(self, selection: Selection) -> bool:
         """Whether a stored sequence matches the selection."""
         with self._reading() as connection:
-            query = sa.select(sequences.c.id).where(*deletion_log.conditions(selection)).limit(1)
-            return connection.execute(query).first() is not None
+            return bool(deletion_log.search(connection, selection)[0])
 
     def forget(self, selection: Selection, *, rewrite: bool) -> int:
         """Delete a selection in one transaction and log the deletion for other processes; returns how many sequences.
@@ -160,7 +160,7 @@ class SequenceStore(SequenceReader):
         their memory by `pending_deletions`. Raises `CacheError` if the deletion fails or the database is damaged, and
         nothing is deleted then.
         """
-        with self._answering():  # a deletion does not meet all damage, and misses what it hides
+        with self._answering():  # a search does not meet all damage, and misses what it hides
             problems = self.database.problems() if rewrite else []
         if problems:
             raise damaged(self.name, problems[0])
@@ -174,11 +174,19 @@ class SequenceStore(SequenceReader):
             raise CacheError(f"nothing was forgotten, the database cannot be changed: {reason(error)}") from error
 
     def _delete(self, selection: Selection, rewrite: bool) -> int:
-        with self.database.writing() as connection:
-            count = connection.execute(sequences.delete().where(*deletion_log.conditions(selection))).rowcount
-            number = deletion_log.log(connection, selection.scope)
-            others = sum(forget(connection, selection) for forget in self.also_forgets)
-        self._own.add(number)
+        with self.database.engine.connect() as connection:  # does not keep others from writing
+            found = deletion_log.search(connection, selection)
+        number = 0
+        try:
+            with self.database.writing() as connection:
+                count, number = deletion_log.delete(connection, selection, found)
+                self._own[number] = selection
+                others = sum(forget(connection, selection) for forget in self.also_forgets)
+        except BaseException as error:  # another deletion will get the number
+            self._own.pop(number, None)
+            if isinstance(error, CacheDamagedError):
+                self.database.mark_damage()
+            raise
         if count + others:
             self.erasure.mark(rewrite=rewrite)
         return count
@@ -201,10 +209,12 @@ class SequenceStore(SequenceReader):
 
         def leave(jobs: Iterable[SequenceRecord]) -> list[SequenceRecord]:
             self.last_deletion = number
-            return _allowed(jobs, [scope])
+            allowed, dropped = self._allowed(jobs, [(number, scope)])
+            self.writer.dropped += dropped
+            return allowed
 
         self.writer.revise(leave)
-        self._own.discard(number)
+        self._own.pop(number, None)
 
     def compact(self) -> None:
         """Flush, return unused space to the file system and empty the journal. Raises `CacheError` on failure."""
@@ -312,21 +322,34 @@ class SequenceStore(SequenceReader):
         # A sequence becomes durable when this transaction commits, at the end of the block.
         with self.database.writing() as connection:
             # Deletions that this process has not applied yet: waiting sequences in their scope must not be written.
-            deletions = [scope for _, scope in deletion_log.since(connection, self.last_deletion)]
-            added = [encoded[id(job)] for job in _allowed(jobs, deletions)]
+            allowed, dropped = self._allowed(jobs, deletion_log.since(connection, self.last_deletion))
+            added = [encoded[id(job)] for job in allowed]
             # A commit whose confirmation was lost is tried again: its rows may exist already.
             insert = self.database.insert(sequences).on_conflict_do_nothing()
-            return write_rows(self.database, connection, insert, added)
+            return dropped + write_rows(self.database, connection, insert, added)
 
+    def _allowed(
+        self, jobs: Iterable[SequenceRecord], deletions: Sequence[tuple[int, Scope]]
+    ) -> tuple[list[SequenceRecord], int]:
+        """The sequences that may still be written after these deletions.
 
-def _allowed(jobs: Iterable[SequenceRecord], deletions: Sequence[Scope]) -> list[SequenceRecord]:
-    """The sequences that may still be written after these deletions."""
+        Also how many were dropped that need not have been: what another process searched for is known there alone.
+        """
+        if not deletions:
+            return list(jobs), 0
+        kept: list[SequenceRecord] = []
+        unsearched = 0
+        for job in jobs:
+            if covering := [one for one in deletions if self._covers(*one, job)]:
+                unsearched += all(scope.searched and number not in self._own for number, scope in covering)
+            else:
+                kept.append(job)
+        return kept, unsearched
 
-    def is_covered(job: SequenceRecord) -> bool:
-        tenant = job.namespace.tenant
-        return any(one.concerns(tenant) and one.covers(job.session, job.created_at) for one in deletions)
-
-    return [job for job in jobs if not is_covered(job)]
+    def _covers(self, number: int, scope: Scope, job: SequenceRecord) -> bool:
+        if not (scope.concerns(job.namespace) and scope.covers(job.session, job.created_at)):
+            return False
+        return number not in self._own or self._own[number].holds(np.concatenate((job.context, job.tokens)))
 
 
 def _size(job: SequenceRecord) -> int:

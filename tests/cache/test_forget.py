@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,10 +28,20 @@ from agentspec.cache.deletion import Decode, Scope, select
 from agentspec.cache.index import IndexDrafter
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError, CacheUnavailableError, InvalidRequestError
+from agentspec.types import Namespace
 from tests.cache.conftest import SQLITE_FIRST, execute, outputs, record, text, wait
 from tests.conftest import costly
 
 CANARY = [777_000_000 + 7 * i for i in range(12)]
+
+
+def spelled(ids: Iterable[int]) -> str:
+    return "".join(f" {id}," for id in ids)
+
+
+def searched(ids: Iterable[int]) -> dict[str, Any]:
+    """The conditions of a search for the text of these tokens."""
+    return {"text": spelled(ids), "decode": spelled}
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,20 @@ class Turn:
 class Forget:
     session: str | None
     tenant: str | None
+    tokens: list[int] | None
 
     def conditions(self) -> dict[str, Any]:
         values = {"session": self.session, "tenant": self.tenant}
-        return {name: value for name, value in values.items() if value is not None}
+        named = {name: value for name, value in values.items() if value is not None}
+        return named if self.tokens is None else named | searched(self.tokens)
 
     def means(self, turn: Turn) -> bool:
-        return self.session in (None, turn.session) and self.tenant in (None, turn.tenant)
+        text, pattern = turn.prompt[-64:] + turn.output, self.tokens or []
+        return (
+            self.session in (None, turn.session)
+            and self.tenant in (None, turn.tenant)
+            and any(text[i : i + len(pattern)] == pattern for i in range(len(text) + 1))
+        )
 
 
 tenants, names = st.sampled_from(["a", "b"]), st.sampled_from(["s", "t", None])
@@ -73,7 +90,9 @@ def turns(draw: st.DrawFn) -> Turn:
     )
 
 
-forgets = st.builds(Forget, names, st.none() | tenants).filter(Forget.conditions)
+forgets = st.builds(Forget, names, st.none() | tenants, st.none() | st.lists(ids, min_size=1, max_size=4)).filter(
+    Forget.conditions
+)
 
 
 stories = st.lists(st.one_of(turns(), turns(), turns(), forgets, st.just("compact")), max_size=14)
@@ -153,6 +172,18 @@ def test_so_is_one_on_disk_at_once_and_after_a_restart(location: str | Path, sto
         assert_equal_drafts(cache, left)
 
 
+def test_text_in_namespaces_of_its_tokenizer() -> None:
+    with SuffixCache.open() as cache:
+        for tokenizer in ("k", "other"):
+            with cache.request([1], namespace=Namespace("t", "m", tokenizer)) as request:
+                request.extend([ord(character) for character in "a secret"])
+        decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+        assert cache.forget(text="secret", decode=decode, tokenizer="k") == 1
+        assert cache.forget(text="secret", decode=decode, tokenizer="k") == 0
+        assert cache.forget(text="secret", decode=decode) == 1
+        assert cache.stats().forgotten == 2
+
+
 # Requests in progress.
 
 
@@ -177,6 +208,18 @@ def test_a_request_in_progress_forgets_and_is_not_shared() -> None:
             assert len(request.draft()) == 0
 
 
+@pytest.mark.parametrize("conditions", [{"tenant": "default"}, searched(CANARY)])
+def test_so_does_everything_that_might_hold_what_is_searched(conditions: dict[str, Any]) -> None:
+    with SuffixCache.open() as cache:
+        with cache.request([*CANARY, *CANARY[:3]], session="s") as request:
+            request.extend(CANARY[3:])
+            cache.forget(**conditions)
+            assert len(request.draft()) == 0
+        assert cache.stats().sequences == 0
+        record(cache, [10, 11, 12], [1], session="s")
+        assert cache.stats().sequences == 1
+
+
 def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
     with SuffixCache.open(location) as cache:
         record(cache, [10, 11, 12], [1], session="s")
@@ -190,7 +233,7 @@ def test_what_is_in_progress_has_no_age(location: str | Path) -> None:
 
 @SQLITE_FIRST
 def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
-    """And of what waits to be written a deletion takes only what it covers."""
+    """And of what waits to be written a search takes only what matches."""
     failures: list[BaseException] = []
     stop, stays = threading.Event(), [0, 0, 0]
 
@@ -209,16 +252,16 @@ def test_threads_go_on_while_it_forgets(location: str | Path) -> None:
         for thread in threads:
             thread.start()
         for turn in range(5):
-            cache.forget(session=f"s{turn % 3}")
+            cache.forget(**({"session": "s0"} if turn % 2 else searched(CANARY[:4])))
         stop.set()
         for thread in threads:
             thread.join()
         assert not failures
-        for worker in range(3):
-            cache.forget(session=f"s{worker}")
+        cache.forget(**searched(CANARY))
         cache.flush()
         left = cache.stats().sequences
-        assert left == sum(stays)
+        # A search takes along what each thread has in progress, when it begins and when it is applied.
+        assert sum(stays) - 2 * 3 * 3 <= left <= sum(stays)
         cache.check_integrity()
     assert len(outputs(location)) == left
 
@@ -287,7 +330,7 @@ def test_i9_no_byte_is_left(tmp_path: Path, follows: bool) -> None:
         found = traces(tmp_path, np.array(CANARY), blobs)
         assert len(found) >= 4 and sum("segment" in trace for trace in found) >= 2  # the scan would see it
         forgetting = follower if follows else cache
-        assert forgetting.forget(tenant="canary-tenant") == 20
+        assert forgetting.forget(**searched(CANARY)) == 20
         assert traces(tmp_path, np.array(CANARY), blobs) == []
         raw = b"".join(file.read_bytes() for file in tmp_path.iterdir())
         assert b"canary-session" not in raw and b"canary-tenant" not in raw
@@ -417,15 +460,16 @@ def test_another_process_follows_while_it_only_drafts(location: str | Path) -> N
 
 
 def test_what_another_process_had_yet_to_write_is_refused(location: str | Path) -> None:
-    """It closes, and writes, before it looks at what was forgotten."""
-    for conditions in ({"session": "s"}, {"tenant": "default"}):
+    """It closes, and writes, before it looks at what was forgotten. What was searched for it cannot know."""
+    for conditions in ({"session": "s"}, {"tenant": "default"}, {"text": "never written", "decode": letters}):
         with SuffixCache.open(location) as writer, SuffixCache.open(location) as follower:
             late = follower.request([1], session="s")
             late.extend([10, 11, 12])
             writer.forget(**conditions)  # type: ignore[arg-type]
             late.close()
-            follower.flush()
-            assert follower.stats().unwritten == 0
+            with pytest.raises(CacheError, match="1 writes were dropped") if "text" in conditions else nullcontext():
+                follower.flush()
+            assert follower.stats().unwritten == ("text" in conditions)
             assert stored_rows(location) == []
 
             def heard(follower: SuffixCache = follower) -> bool:
@@ -546,9 +590,10 @@ def test_listeners_that_raise_forget_or_leave_hold_nothing_up(location: str | Pa
 
 
 def test_a_scope_tells_who_is_concerned_without_naming_anyone() -> None:
-    scope = select(session="alice@example.org", tenant="acme", older_than=60).scope
+    scope = select(session="alice@example.org", tenant="acme", tokenizer="k", older_than=60).scope
     assert "alice" not in repr(scope) and "acme" not in repr(scope)
-    assert scope.concerns("acme") and not scope.concerns("acm")
+    assert scope.concerns(Namespace("acme", "m", "k")) and not scope.searched
+    assert not scope.concerns(Namespace("acme", "m", "other")) and not scope.concerns(Namespace("acm", "m", "k"))
     now = time.time()
     assert scope.covers("alice@example.org", now - 70) and not scope.covers("alice@example.org", now - 50)
     assert not scope.covers("bob", now - 70) and not scope.covers(None, now - 70)
@@ -565,7 +610,11 @@ def test_ages_are_seconds_or_a_timedelta() -> None:
     ("conditions", "param"),
     [
         ({}, None),
+        ({"tokenizer": "k"}, None),
         ({"session": 5}, "session"),
+        ({"text": "x"}, "text"),
+        ({"text": "", "decode": str}, "text"),
+        ({"text": "a", "decode": 5}, "decode"),
         ({"older_than": -1}, "older_than"),
         ({"older_than": "30d"}, "older_than"),
         ({"older_than": float("nan")}, "older_than"),

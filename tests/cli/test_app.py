@@ -15,7 +15,7 @@ import typer.main
 
 from agentspec.cli import app
 
-COMMANDS = ["serve", "launch", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn"]
+COMMANDS = ["serve", "launch", "demo", "bench", "model", "cache", "config", "doctor", "verify", "kb", "knn", "trace"]
 
 
 def test_help_names_every_command_and_the_exit_codes(program):

@@ -103,11 +103,40 @@ def test_forget_fails_while_a_reader_holds_the_deleted_bytes(program, conversati
     [
         ([], "say what to forget"),
         (["--older-than", "a while"], "such as 30d"),
+        (["--text", "x"], "go together"),
+        (["--model", "x"], "go together"),
     ],
 )
 def test_forget_refuses_incomplete_options(program, conversations, options, message):
     result = program("cache", "forget", "--path", conversations, *options, "--yes")
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("mine", marks=pytest.mark.slow)])
+def test_forget_finds_a_text_in_any_tokenization(program, tmp_path, default_model, name):
+    from agentspec.backends.torch.text.model_text import load_tokenizer
+    from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+    from agentspec.types import Namespace
+
+    Path("agentspec.toml").write_text(
+        f'[cache]\npath = "{tmp_path / "cache"}"\n[backends.local]\nkind = "torch"\nmodel = "{default_model.folder}"\n'
+        '[models.mine]\nbackend = "local"\n'
+    )
+    tokenizer, key = load_tokenizer(str(default_model.folder))
+    codec = TokenizerAdapter(tokenizer)
+    outputs = [
+        codec.encode("The password is hunter2, of course."),
+        [token for letter in "The password is hunter2" for token in codec.encode(letter)],
+        codec.encode("The password is a secret."),
+    ]
+    with SuffixCache.open(tmp_path / "cache") as cache:
+        for output in outputs:
+            with cache.request([1], namespace=Namespace("t", "m", key)) as request:
+                request.extend(output)
+    wanted = name if name == "mine" else str(default_model.folder)
+    result = program("cache", "forget", "--text", "password is hunter2", "--model", wanted, "-y", "--json")
+    assert json.loads(result.output)["forgotten"] == 2, result.stderr
 
 
 @pytest.fixture

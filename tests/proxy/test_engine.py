@@ -92,3 +92,34 @@ def test_the_default_model(shared_gateway: Any, default_model: Any) -> None:
         assert speculation["accepted"] > 8 and speculation["steps"] < 16
         chat = ask(client, "What is the capital of France?", max_tokens=12, temperature=0)
         assert "Paris" in chat.choices[0].message.content
+
+
+def test_answers_have_vllms_metrics_of_speculation_where_the_settings_ask_for_them(
+    gateway: Any, tiny_model: Path
+) -> None:
+    running = gateway({}, serving(str(tiny_model), per_request_spec_decode_metrics="detailed"))
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "again"}], "max_tokens": 24, "temperature": 0}
+
+    def answer(**fields: Any) -> Any:
+        return httpx.post(f"{running.url}/v1/chat/completions", json=body | fields, timeout=60)
+
+    answer()
+    told = answer().json()
+    found = told["metrics"]["speculative_decoding"]
+    accepted, drafted = found.pop("per_step_accepted"), found.pop("per_step_drafted")
+    assert (sum(accepted), sum(drafted)) == (told["speculation"]["accepted"], told["speculation"]["drafted"])
+    assert 0 < len(accepted) == len(drafted) <= told["speculation"]["steps"]
+    assert found == {
+        "mean_acceptance_length": 1 + sum(accepted) / len(accepted),
+        "draft_acceptance_rate": sum(accepted) / sum(drafted),
+        "acceptance_histogram": [accepted.count(length) for length in range(found["num_spec_tokens"] + 1)],
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": 48,
+    }
+    assert set(told["speculation"]) == {"drafted", "accepted", "steps", "estimated_seconds_saved"}
+    streamed = answer(stream=True, stream_options={"include_usage": True}).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert [bool(event["choices"]) for event in events if "metrics" in event] == [False]
+    assert "metrics" not in answer(n=2).json() and "metrics" not in answer(stream=True).text

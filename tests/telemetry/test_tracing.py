@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -19,8 +18,8 @@ from langchain_core.tools import tool
 from opentelemetry import trace
 
 from agentspec import chat, step
-from agentspec.langchain import AgentSpecMiddleware
-from agentspec.reasoning.retrieval.knowledge.base import Document, Query, search
+from agentspec.langchain import AgentSpecMiddleware, KnowledgeRetriever
+from agentspec.reasoning.retrieval.knowledge.base import Document
 from agentspec.reasoning.retrieval.knowledge.folder import in_memory
 from agentspec.step import headers, workflow
 from agentspec.testing import FakeBackend
@@ -174,8 +173,10 @@ def test_tools_of_an_agent_and_searches(spans: Any, monkeypatch: pytest.MonkeyPa
     said = said_of(spans, "execute_tool look")
     assert said["gen_ai.tool.call.id"] == "call look" and SECRET not in str(said)
     base = in_memory([Document("d1", "about cats"), Document("d2", "about dogs")], "bm25")
-    asyncio.run(search(base, [Query("cats", ("cats",))], 1))
-    assert json.loads(said_of(spans, "retrieval")["gen_ai.retrieval.documents"])[0]["id"] == "d1"
+    KnowledgeRetriever(base=base, k=1).invoke("cats")
+    found = said_of(spans, "retrieval")
+    assert json.loads(found["gen_ai.retrieval.documents"])[0]["id"] == "d1"
+    assert "gen_ai.retrieval.query.text" not in found
     monkeypatch.setenv(SWITCH, "true")
     agent.invoke({"messages": "hi"})
     assert json.loads(said_of(spans, "execute_tool look")["gen_ai.tool.call.arguments"]) == {"order": "1"}

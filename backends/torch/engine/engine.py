@@ -18,7 +18,7 @@ from agentspec.backends.torch.engine.speculator import StepEstimate, depth_first
 from agentspec.backends.torch.model.device import is_async_device, is_device_error, is_out_of_memory, synchronize
 from agentspec.backends.torch.model.target import TargetModel
 from agentspec.backends.torch.sampling.sampler import fetch
-from agentspec.cache.deletion import Scope
+from agentspec.cache.deletion import Reach
 from agentspec.errors import AgentSpecError, EngineError, EngineStoppedError, ShuttingDownError
 from agentspec.speculation.governor import Governor
 from agentspec.telemetry.safe_errors import error_location
@@ -61,15 +61,15 @@ class Engine:
         self.scheduler.add(request)
         self.wake()
 
-    def forget(self, scope: Scope) -> None:
+    def forget(self, reach: Reach) -> None:
         """Reuse nothing any more of what a deletion covers: neither KV slots nor what is read ahead.
 
         The memory is freed before the next step. Any thread may call this.
         """
         # First what is open is marked, then what is stored is to be looked through before the next step: what ends in
         # between is either marked or stored by then.
-        self.scheduler.mark_forgotten(scope)
-        self.scheduler.prefix_cache.forget(scope)
+        self.scheduler.mark_forgotten(reach)
+        self.scheduler.prefix_cache.forget(reach)
         self.wake()
 
     def cancel(self, request: EngineRequest) -> None:

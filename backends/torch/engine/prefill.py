@@ -17,7 +17,7 @@ from agentspec.backends.torch.engine.prefix_cache import common_prefix
 from agentspec.backends.torch.engine.scheduler import ScheduledSequence, Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, Sequence
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
-from agentspec.cache.deletion import Scope
+from agentspec.cache.deletion import Reach
 from agentspec.errors import InvalidRequestError
 from agentspec.protocol.responses import Accumulator
 from agentspec.speculation.governor import CHUNKS
@@ -105,9 +105,9 @@ class Guesses:
         """Expect `request`, which has arrived, no more. The text behind a guess may have changed its last tokens."""
         self._expected = [guess for guess in self._expected if not _begins(guess, request)]
 
-    def forget(self, scope: Scope) -> None:
+    def forget(self, reach: Reach) -> None:
         """Drop what may derive from deleted text."""
-        self._expected = [guess for guess in self._expected if not scope.concerns(guess.tenant)]
+        self._expected = [guess for guess in self._expected if not reach.concerns(guess.tenant)]
 
     def next(self) -> EngineRequest | None:
         """The next one that is to be read while nothing runs; None if there is none."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.backends.torch.model.kv_cache import Rows, RowsPart, SequenceCache
-from agentspec.cache.deletion import Scope
+from agentspec.cache.deletion import Reach
 
 SHORTEST = 8  # a shorter common prefix is faster to compute again than to copy
 Tokens = NDArray[np.int64]
@@ -50,12 +50,12 @@ class PrefixCache:
     def __init__(self) -> None:
         self._roots: dict[str, PrefixNode] = {}
         self._clock = count(1)
-        self._deletions: deque[Scope] = deque()
+        self._deletions: deque[Reach] = deque()
         self.nbytes = 0
 
-    def forget(self, scope: Scope) -> None:
-        """Delete what `scope` covers: it is found no more, and the next `shrink` frees its memory."""
-        self._deletions.append(scope)
+    def forget(self, reach: Reach) -> None:
+        """Delete what `reach` covers: it is found no more, and the next `shrink` frees its memory."""
+        self._deletions.append(reach)
 
     @property
     def forgets(self) -> bool:
@@ -147,12 +147,12 @@ class PrefixCache:
     def _carry_out(self) -> None:
         """Delete what was to be forgotten, with the texts that go on behind it."""
         while self._deletions:
-            scope = self._deletions.popleft()
-            for tenant in [tenant for tenant in self._roots if scope.concerns(tenant)]:
+            reach = self._deletions.popleft()
+            for tenant in [tenant for tenant in self._roots if reach.concerns(tenant)]:
                 waiting = [self._roots[tenant]]
                 while waiting:
                     node = waiting.pop()
-                    node.children = [one for one in node.children if not _reached(one, scope)]
+                    node.children = [one for one in node.children if not _reached(one, tenant, reach)]
                     waiting += node.children
             self._roots = {tenant: root for tenant, root in self._roots.items() if root.children}
             self.nbytes = sum(node.rows.nbytes for node in self._nodes())
@@ -213,8 +213,8 @@ class PrefixCache:
             yield node
 
 
-def _reached(node: PrefixNode, scope: Scope) -> bool:
-    return node.guessed or scope.covers(node.session, node.made)
+def _reached(node: PrefixNode, tenant: str, reach: Reach) -> bool:
+    return node.guessed or reach.covers(tenant, node.session, node.made)
 
 
 def _lineage(node: PrefixNode | None) -> Iterator[PrefixNode]:

@@ -21,7 +21,7 @@ from agentspec.backends.torch.engine.speculator import NOTHING, Proposal, StepEs
 from agentspec.backends.torch.model.batch import BatchItem
 from agentspec.backends.torch.model.device import is_device_error
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.cache.deletion import Scope
+from agentspec.cache.deletion import Reach
 from agentspec.errors import ShuttingDownError
 from agentspec.telemetry.safe_errors import error_location
 from agentspec.types import Delta
@@ -259,16 +259,16 @@ class Scheduler:
         with self.lock:
             self._unfinished.discard(request)
 
-    def mark_forgotten(self, scope: Scope) -> None:
+    def mark_forgotten(self, reach: Reach) -> None:
         """Keep nothing of the open requests that a deletion covers. Any thread may call this."""
         with self.lock:
             self.deletions += 1
             if self.guesses is not None:
-                self.guesses.forget(scope)
+                self.guesses.forget(reach)
             for request in self._unfinished:
-                session = request.original.labels.session  # a guess may derive from any text
-                covered = request.guess or scope.covers(session, time.time())
-                request.forgotten |= covered and scope.concerns(request.tenant)
+                session = request.original.labels.session
+                covered = reach.covers(request.tenant, session, time.time())  # a guess may derive from any text
+                request.forgotten |= covered or (request.guess and reach.concerns(request.tenant))
 
     def keep(self, sequence: Sequence, length: int | None = None) -> None:
         """Move the KV slots of a sequence that runs no more into the prefix cache; with `length`, copy those of its

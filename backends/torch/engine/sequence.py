@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from agentspec.backends.torch.sampling.constraints import Constraints, Constrain
 from agentspec.backends.torch.sampling.distribution import token_logprobs
 from agentspec.backends.torch.sampling.sampler import Sampler
 from agentspec.backends.torch.text.tokenizer import TokenizerAdapter
+from agentspec.protocol.speculation import MeasuredSpeculation
 from agentspec.speculation.governor import Governor
 from agentspec.text import Detokenizer, StopScanner
 from agentspec.types import (
@@ -31,6 +32,7 @@ from agentspec.types import (
     GenerateRequest,
     Prompt,
     SamplingParams,
+    Speculation,
     TokenLogprob,
     Usage,
 )
@@ -155,6 +157,7 @@ class EngineContext:
     governor: Governor = field(default_factory=Governor)
     counters: Counters = field(default_factory=Counters)
     max_draft_tokens: int = 48
+    spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     free_memory: Callable[[], None] = lambda: None  # frees memory that is held only to save time
     draft_model: DraftModel | None = None
     draws_ahead: bool | None = None  # `ahead` of every `Sampler`; None: True on asynchronous devices
@@ -295,11 +298,18 @@ class Sequence:
             finish_reason=self.finish,
             stop_reason=self._answer.stop_reason,
             usage=self._usage() if self.finish else None,
-            speculation=self._speculator.speculation if self.finish else None,
+            speculation=self._speculation() if self.finish else None,
             prompt=prompt_of(self.request, self._context.tokenizer) if self._prompt_due else None,
         )
         self._prompt_due = False
         return delta
+
+    def _speculation(self) -> Speculation | None:
+        done, context = self._speculator.speculation, self._context
+        if done is None or context.spec_decode_metrics == "none":
+            return done
+        detailed = context.spec_decode_metrics == "detailed"
+        return MeasuredSpeculation.of(done, self._speculator.drafts, context.max_draft_tokens, detailed)
 
     def _logprobs(self, fresh: list[int]) -> tuple[TokenLogprob, ...]:
         sampling = self.request.sampling

@@ -74,8 +74,9 @@ class Speculator:
         self._counters = counters
         self._vocab_size = vocab_size
         self._stats = governor.request_stats(step, tenant)
-        self._steps = self._drafted = self._accepted = 0
+        self._steps = 0
         self._saved = 0.0
+        self.drafts: list[tuple[int, int]] = []  # tokens of each draft, and those of them that were accepted
         self._failed = False
 
     def propose(self, context: Sequence[int], budget: int) -> Proposal:
@@ -108,7 +109,8 @@ class Speculator:
             spent = max(0.0, proposal.seconds - proposal.weighed - FREE * cost.plain)
             self._stats.observe(sum(proposal.acceptance), len(path), spent, len(path) * cost.token)
         self._steps += 1
-        self._drafted, self._accepted = self._drafted + len(proposal), self._accepted + len(path)
+        if proposal:
+            self.drafts.append((len(proposal), len(path)))
         self._saved += len(path) * cost.plain - cost.drafts - proposal.seconds
         counters = self._counters
         counters.steps += 1
@@ -130,7 +132,8 @@ class Speculator:
         """The request's totals so far; None if it does not speculate."""
         if self._drafter is None:
             return None
-        return Speculation(self._drafted, self._accepted, self._steps, self._saved)
+        drafted, accepted = sum(size for size, _ in self.drafts), sum(kept for _, kept in self.drafts)
+        return Speculation(drafted, accepted, self._steps, self._saved)
 
 
 def usable(draft: Draft, vocab_size: int, budget: int) -> Proposal:

@@ -18,6 +18,14 @@ from agentspec.errors import InvalidRequestError, ModelUnavailableError
 from agentspec.types import Message, Namespace
 
 
+def load_tokenizer(model: str) -> tuple[Any, str]:
+    """The tokenizer of a model, and its hash for namespaces. Raises `ModelUnavailableError`."""
+    from agentspec.backends.model_store import resolve
+
+    tokenizer = read_tokenizer(resolve(model).folder)
+    return tokenizer, hashes(tokenizer)[0]
+
+
 def read_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)

@@ -36,8 +36,8 @@ class MarkupFormat:
     """How a model writes a call: `opening`, what `read` understands, `closing`; `around` one or several calls.
 
     For the grammar, `head` follows the opening and `tail` precedes the closing, with NAME for the tool's and NUL for
-    what `id` says in Lark's notation; `value` is what stands before and after each argument, with KEY, or None where
-    the arguments are one JSON object. `between` separates arguments, `separator` calls.
+    what `id` says in Lark's notation; `value` is what stands before and after each argument, with KEY and KIND (whether
+    it is a text), or None where the arguments are one JSON object. `between` separates arguments, `separator` calls.
     """
 
     name: str
@@ -117,7 +117,7 @@ class MarkupFormat:
             part, is_text = f"{name}_{at}", types_of(one, schema) == {"string"} and "enum" not in one
             before, after = self.value
             before, after = (before + self.quote, self.quote + after) if is_text else (before, after)
-            marked = spelled(before, KEY=key)
+            marked = spelled(before, KIND=str(is_text).lower(), KEY=key)
             if is_text and (self.quote or not self.between):
                 rules.append(f"{part}: {marked} {part}_text")
                 rules.append(text_up_to(f"{part}_text", after, spelled))
@@ -199,8 +199,9 @@ def _elements(name: str, parameter: str) -> Callable[[str, Schemas], Call | None
         while at < len(body):
             if (match := one.match(body, at)) is None:
                 return None
-            types = types_of(properties.get(match["key"]), schema)
-            arguments[match["key"]], at = typed(match["value"], types), match.end()
+            key, value, kind = match["key"], match["value"], match.groupdict().get("kind")
+            types = types_of(properties.get(key), schema) if kind is None else {"string"} if kind == "true" else set()
+            arguments[key], at = typed(value, types), match.end()
         return name, arguments
 
     return read
@@ -248,6 +249,32 @@ def _is_json(word: str) -> bool:
     return True
 
 
+def python_calls(text: str) -> list[Call] | None:
+    """The calls in a Python list of calls with keyword arguments; None if it is none."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        calls = [(ast.unparse(one.func), {word.arg: _constant(word.value) for word in one.keywords})
+                 for one in tree.elts if not one.args]  # type: ignore[attr-defined]  # fmt: skip
+        json.dumps(calls)
+    except (ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls if len(calls) == len(tree.elts) and not any(None in given for _, given in calls) else None  # type: ignore[attr-defined]
+
+
+def _constant(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(id="true" | "false" | "null"):
+            return json.loads(node.id)
+        case ast.List():
+            return [_constant(one) for one in node.elts]
+        case ast.Dict():
+            return {_constant(key): _constant(one) for key, one in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
+
+
+_PYTHON_CALL: Final = re.compile(r"\s*+(?:\[\s*+(?:[A-Za-z_][\w.]*+(?:\(|\Z)|\Z)|\Z)")  # or what may become one
+
+
 @dataclass(slots=True)
 class MarkupParser:
     """Splits an answer into text and tool calls as it arrives; each call comes whole.
@@ -267,6 +294,8 @@ class MarkupParser:
     def feed(self, text: str) -> Pieces:
         """The pieces that `text` adds to the answer."""
         self._held += text
+        if self.format.bare:
+            return [] if not self._begun and _PYTHON_CALL.match(self._held) else self._text(self._held)
         pieces: Pieces = []
         while self._held and self._step(pieces):
             pass
@@ -275,6 +304,9 @@ class MarkupParser:
     def finish(self) -> Pieces:
         """The pieces left when no more text will come."""
         held, self._held = self._held, ""
+        read = python_calls(held) if self.format.bare and not self._begun else None
+        if read and {name for name, _ in read} <= self.schemas.keys():
+            return [piece for name, given in read for piece in self.called(name, written(given))]
         over = self.calls and not self._begun and self.format.around[1].startswith(held.strip())
         return [held] if held and not over else []
 
@@ -316,7 +348,7 @@ class MarkupParser:
             self._tried = end + 1
             if (call := format.read(begin[len(format.opening) : end], self.schemas)) is not None:
                 self._held, self._tried, self._begun = begin[end + len(format.closing) :], 0, False
-                pieces += self.called(call[0], json.dumps(call[1], ensure_ascii=False))
+                pieces += self.called(call[0], written(call[1]))
                 return bool(self._held)
         self._tried = max(self._tried, len(begin) - len(format.closing))
         return False
@@ -337,6 +369,10 @@ class MarkupParser:
         """The pieces that go on with the last call."""
         more = {"index": self.calls - 1, "function": {"arguments": arguments}}
         return [more] if self.parallel or self.calls == 1 else []
+
+
+def written(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 QWEN: Final = MarkupFormat(
@@ -363,15 +399,35 @@ GLM: Final = MarkupFormat(
     value=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
     symbols=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
+DSML: Final = MarkupFormat(
+    name="deepseek",
+    opening='<｜DSML｜invoke name="',
+    closing="</｜DSML｜invoke>",
+    read=_elements(
+        r"(?P<name>[^\"\n]+)\">\s*",
+        r"<｜DSML｜parameter name=\"(?P<key>[^\"\n]+)\" string=\"(?P<kind>true|false)\">(?P<value>.*?)"
+        r"</｜DSML｜parameter>\s*+(?=<｜DSML｜parameter|\Z)",
+    ),
+    head='NAME">\n',
+    value=('<｜DSML｜parameter name="KEY" string="KIND">', "</｜DSML｜parameter>\n"),
+    around=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    symbols=("｜DSML｜",),
+)
+DSML_4: Final = replace(DSML, around=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 DEEPSEEK: Final = MarkupFormat(
     name="deepseek",
     opening="<｜tool▁call▁begin｜>",
     closing="<｜tool▁call▁end｜>",
+    read=_labelled(r"\s*(?P<name>[^<\n]+)<｜tool▁sep｜>(?P<json>.*)"),
+    head="NAME<｜tool▁sep｜>",
+    around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    symbols=("<｜tool▁sep｜>",),
+)
+DEEPSEEK_3: Final = replace(
+    DEEPSEEK,
     read=_labelled(r"\s*\w+<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<json>.*)\n```\s*"),
     head="function<｜tool▁sep｜>NAME\n```json\n",
     tail="\n```",
-    around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    symbols=("<｜tool▁sep｜>",),
 )
 GEMMA: Final = MarkupFormat(
     name="gemma",
@@ -386,4 +442,15 @@ GEMMA: Final = MarkupFormat(
 )
 FUNCTION_GEMMA: Final = replace(
     GEMMA, opening="<start_function_call>", closing="<end_function_call>", read=_braced("<escape>"), quote="<escape>"
+)
+PYTHONIC: Final = MarkupFormat(
+    name="pythonic",
+    head="NAME(",
+    tail=")",
+    value=("KEY=", ""),
+    between=", ",
+    separator=", ",
+    text=r"""" "? "[" /([^A-Za-z_]|[A-Za-z_][\w.]*[^\w.(])(.|\n)*|[A-Za-z_][\w.]*/? | /\s*([^\[\s](.|\n)*)?/""",
+    bare=True,
+    listed=True,
 )

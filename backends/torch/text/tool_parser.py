@@ -13,9 +13,13 @@ from agentspec.backends.torch.text.channels import HARMONY, JsonScanner
 from agentspec.backends.torch.text.chat_template import template_of
 from agentspec.backends.torch.text.tool_markup import (
     DEEPSEEK,
+    DEEPSEEK_3,
+    DSML,
+    DSML_4,
     FUNCTION_GEMMA,
     GEMMA,
     GLM,
+    PYTHONIC,
     QWEN,
     MarkupFormat,
 )
@@ -67,10 +71,14 @@ FORMATS: Final[tuple[tuple[tuple[str, ...], MarkupFormat], ...]] = (
     (("<function=",), QWEN),
     (("<arg_key>",), GLM),
     (("<tool_call>",), HERMES),
-    (("tool▁sep", "```json"), DEEPSEEK),
+    (("DSML", "tool_calls>"), DSML_4),
+    (("DSML",), DSML),
+    (("tool▁sep", "```json"), DEEPSEEK_3),
+    (("tool▁sep",), DEEPSEEK),
     (("<|tool_call>",), GEMMA),
     (("<start_function_call>",), FUNCTION_GEMMA),
     (("<|channel|>",), HARMONY),
+    (("[func_name",), PYTHONIC),
     (("<|python_tag|>",), LLAMA),
     (("ipython",), LLAMA),
 )

@@ -84,9 +84,10 @@ class KnowledgeBase(Protocol):
         ...
 
 
-async def search(base: KnowledgeBase, queries: Sequence[Query], count: int) -> SearchResult:
-    """`base.search` within a span, which shows the documents that a sole query found."""
-    with tracing.span("retrieval", None, {"agentspec.retrieval.queries": len(queries)}) as span:
+async def search(base: KnowledgeBase, queries: Sequence[Query], count: int, text: str | None = None) -> SearchResult:
+    """`base.search` within a span, which shows the documents that a sole query found, and `text`."""
+    named = {"agentspec.retrieval.queries": len(queries), "gen_ai.retrieval.query.text": text}
+    with tracing.span("retrieval", None, named) as span:
         found = await base.search(queries, count)
         if span is not None and len(found.hits) == 1:
             shown = [{"id": hit.document.id, "score": float(hit.score)} for hit in found.hits[0]]

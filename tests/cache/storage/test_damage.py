@@ -230,7 +230,9 @@ def test_a_damaged_value_costs_its_row_alone(tmp_path: Path, change: str) -> Non
             [problem] = verify(tmp_path)
             assert f"sequence {BAD}" in problem
             assert cache.forget(session="secret-t0-0") == 1
-            assert cache.forget(older_than=0.0) == 11 and verify(tmp_path) == []
+            assert cache.forget(text="nothing like it", decode=str) == 1, "what cannot be searched goes"
+            assert verify(tmp_path) == [] and cache.stats().sequences == 10
+        assert knows(follower, text(GOOD - 1, 40), "t0")
 
 
 BYTES = "x'fffe00'"
@@ -249,6 +251,8 @@ def test_forgetting_goes_on(tmp_path: Path, file: str, table: str, column: str, 
     execute(tmp_path, f"UPDATE {table} SET {column} = {value} WHERE rowid = 1", file=file)
     with SuffixCache.open(tmp_path) as cache:
         assert cache.forget(session="secret-t2-2") == 1
+        assert cache.forget(text="nowhere", decode=str) == (table == "sequences")  # what cannot be searched goes
+        cache.flush()
         cache.forget(older_than=0.0)
     counts = [("sequences", DATABASE), ("responses", STATE)]
     assert [execute(tmp_path, f"SELECT count(*) FROM {table}", file=file) for table, file in counts] == 2 * [[(0,)]]
@@ -263,7 +267,7 @@ def test_a_damaged_answer_is_reported(tmp_path: Path) -> None:
         assert cache.responses.get("t1", "r1") is not None
 
 
-@pytest.mark.parametrize(("column", "value"), [("before", "'soon'"), ("before", BYTES), ("session", BYTES)])
+@pytest.mark.parametrize(("column", "value"), [("before", "'soon'"), ("before", BYTES), ("searched", "'maybe'")])
 def test_a_damaged_deletion_holds_up_nothing(tmp_path: Path, column: str, value: str) -> None:
     """Neither a process that may still have to apply it nor one that opens a segment of the time before."""
     fill(tmp_path, 4)

@@ -11,8 +11,11 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from agentspec import cli
 from agentspec.backends.settings import TorchSettings
+from agentspec.cache import SuffixCache
 from agentspec.cache.settings import CacheSettings
 from agentspec.cache.stored import StoredResponse
 from agentspec.reasoning.settings import SpecReasonSettings
@@ -87,7 +90,7 @@ def test_what_is_forgotten_is_gone_from_runs(gateway: Any, tmp_path: Path) -> No
     running.runtime.cache.forget(session="one")
     assert {run["id"] for run in seen(running.url).json()["runs"]} == {"two"}
     assert b"hello one" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    running.runtime.cache.forget(older_than=0)
+    running.runtime.cache.forget(text="hello two", decode=lambda ids: "")
     assert seen(running.url).json()["runs"] == []
 
 
@@ -270,9 +273,18 @@ def test_what_a_strategy_decided_is_shown_step_by_step(gateway: Any, open_page: 
 def test_one_file_shows_the_same_without_a_server(shown: Any, open_page: Any, tmp_path: Path) -> None:
     tokens = [token(HOSTILE, at) for at in range(6)]
     call = record("".join(one["text"] for one in tokens), tokens)
-    page, file = shown(call), tmp_path / "run.html"
-    file.write_bytes(seen(page.url.partition("/ui")[0], "run", name="s", form="html").content)
-    views = [open_page(file.as_uri()), page]
+    with SuffixCache.open(tmp_path / "cache", runs_bytes=1 << 20) as cache:
+        assert cache.runs.put(call)
+    file, options = tmp_path / "run.html", ("--path", str(tmp_path / "cache"))
+
+    def program(*arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, [*arguments, *options])
+
+    assert program("trace", "show").output.split()[-1] == "s"
+    assert json.loads(program("trace", "show", "s").output)["calls"][0]["answers"][0]["tokens"] == tokens
+    assert program("trace", "show", "s", "--html", str(file)).exit_code == 0
+    assert program("trace", "show", "t").exit_code == 1
+    views = [open_page(file.as_uri()), shown(call)]
     for page in views:
         page.get_by_role("heading", name="Session s").wait_for()
     alone, served = (page.locator("article").evaluate("one => one.innerText") for page in views)

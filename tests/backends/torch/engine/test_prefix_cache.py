@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agentspec.backends.torch.engine.prefix_cache import SHORTEST, PrefixCache
 from agentspec.backends.torch.model.kv_cache import SequenceCache
-from agentspec.cache.deletion import Scope, select
-from agentspec.types import SamplingParams
+from agentspec.cache.deletion import Reach, select
+from agentspec.types import Namespace, SamplingParams
 
 
 def slots_of(tokens: Sequence[int]) -> SequenceCache:
@@ -93,8 +93,8 @@ def test_writing_to_found_slots_leaves_the_stored_ones() -> None:
 TEXTS = st.tuples(st.sampled_from("ab"), st.sampled_from([None, "s", "t"]), st.lists(st.integers(0, 1), max_size=24))
 
 
-def scope(**conditions: Any) -> Scope:
-    return select(**conditions).scope
+def reach(**conditions: Any) -> Reach:
+    return Reach(select(**conditions).scope, lambda tenant: Namespace(tenant, "model", "tokenizer", "template"))
 
 
 @given(st.lists(TEXTS, max_size=10), TEXTS, st.sampled_from(["s", "t", None]))
@@ -119,7 +119,7 @@ def test_the_longest_prefix_of_the_tenant_is_found_without_deleted_text(
             assert (found.length if found else 0) <= best
             if best >= SHORTEST and not (gone and owner == tenant):
                 assert found is not None and found.length == best and found.capacity == 100
-        store.forget(scope(tenant=tenant) if deleted is None else scope(tenant=tenant, session=deleted))
+        store.forget(reach(tenant=tenant) if deleted is None else reach(tenant=tenant, session=deleted))
     assert store.nbytes == sum(node.rows.nbytes for node in store._nodes())
 
 
@@ -129,9 +129,9 @@ def test_a_deletion_by_age_also_drops_guesses() -> None:
         store.keep("a", text, slots_of(text), guessed=text[0] == 2)
     (old,) = (node for node in store._nodes() if len(node.tokens) and node.tokens[0] == 0)
     old.made = time.time() - 100
-    store.forget(scope(older_than=50))
+    store.forget(reach(older_than=50))
     assert [store.find("a", text, 20) is not None for text in texts] == [False, True, False]
-    store.forget(scope(session="another"))
+    store.forget(reach(session="another"))
     assert store.find("a", texts[1], 20) is not None
 
 
@@ -139,7 +139,7 @@ def test_a_deletion_while_slots_are_stored_leaves_no_lost_slots() -> None:
     class Slots(SequenceCache):
         @property
         def slot_bytes(self) -> int:
-            store.forget(scope(tenant="a"))
+            store.forget(reach(tenant="a"))
             return super().slot_bytes
 
     store, first = PrefixCache(), list(range(20))

@@ -149,6 +149,8 @@ USER = 257  # ends answers here: harmony's <|end|> does not
          ["yes", TO_ONE.replace("one", "three"), HMM + TO_ONE.replace("{}", '{"a": 1}'), HMM]),
         ("<|channel|>", {"form": X}, [HMM + FINAL + "x", FINAL + "x"], ["x", HMM + "x", FINAL + "y"]),
         ("<|channel|>", {"form": X, "tools": TOOLS}, [HMM + FINAL + "x", TO_ONE], [FINAL + "y"]),
+        ("[func_name", {"tools": STRICT}, ["[one()]", " [one(), two()]", "Yes [one]", "[no](link)", "[1] so", ""],
+         ["[three()]", "[one(a=1)]", "[one() so"]),
     ],
 )  # fmt: skip
 def test_answers_that_calls_begin_are_constrained(

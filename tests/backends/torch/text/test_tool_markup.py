@@ -83,6 +83,18 @@ WRITTEN: dict[str, tuple[str, Callable[[Calls], str]]] = {  # what a template ha
             calls, "<tool_call>{}\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
         ),
     ),
+    "deepseek 3.2": (
+        "DSML function_calls>",
+        lambda calls: "<｜DSML｜function_calls>\n" + elements(
+            calls, '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>',
+            '<｜DSML｜parameter name="{}" string="{2}">{1}</｜DSML｜parameter>\n'.replace("{}", "{0}"),
+        ) + "\n</｜DSML｜function_calls>",
+    ),
+    "deepseek 3.1": (
+        "<｜tool▁sep｜>",
+        lambda calls: "<｜tool▁calls▁begin｜>"
+        + each(calls, "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>") + "<｜tool▁calls▁end｜>",
+    ),
     "deepseek 3": (
         "<｜tool▁sep｜>```json",
         lambda calls: "<｜tool▁calls▁begin｜>"
@@ -110,6 +122,12 @@ WRITTEN: dict[str, tuple[str, Callable[[Calls], str]]] = {  # what a template ha
         lambda calls: each(
             calls, "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>{}<|call|>"
         ),
+    ),
+    "pythonic": (
+        "[func_name1(",
+        lambda calls: "[" + ", ".join(
+            f"{name.replace('-', '_')}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls
+        ) + "]",
     ),
     "hermes": (
         "<tool_call>", lambda calls: each(calls, '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', between="\n")
@@ -163,7 +181,8 @@ CALLS = st.lists(st.tuples(st.sampled_from(["write", "run-it"]), GIVEN), min_siz
 
 def received(template: str, pieces: list[str], end: FinishReason = "stop") -> tuple[str, str, list[list[str]], str]:
     """Thoughts, text, calls with the text of their arguments, and the reason, put together as a client does."""
-    parser = OutputParserSpec(format=format_of(template), schemas=SCHEMAS).parser()
+    schemas = {**SCHEMAS, "run_it": PARAMETERS}
+    parser = OutputParserSpec(format=format_of(template), schemas=schemas).parser()
     thoughts, text, calls = "", "", list[list[str]]()
     for at, piece in enumerate([*pieces, ""]):
         delta = parser.parse(Delta(text=piece, finish_reason=end if at == len(pieces) else None))
@@ -173,7 +192,12 @@ def received(template: str, pieces: list[str], end: FinishReason = "stop") -> tu
                 assert part["index"] == len(calls)
                 calls.append([part["function"]["name"], ""])
             calls[part["index"]][1] += part["function"]["arguments"]
-    return thoughts, text, calls, str(delta.finish_reason)
+    return (
+        thoughts,
+        text,
+        [[name.replace("run_it", "run-it"), given] for name, given in calls],
+        str(delta.finish_reason),
+    )
 
 
 def read(template: str, pieces: list[str]) -> tuple[str, str, Calls]:
@@ -227,11 +251,19 @@ SHOWN = {  # how templates show one call again, with ITEM around each argument
     "qwen": ("<tool_call>\n<function={{ f.name }}>\nITEM</function>\n</tool_call>",
              f"<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n"),
     "glm": ("<tool_call>{{ f.name }}\nITEM</tool_call>", f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>\n"),
+    "deepseek 3.2": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ f.name }}">\nITEM</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        f"""<｜DSML｜parameter name="{{{{ k }}}}" string="{{{{ 'true' if v is string else 'false' }}}}">{VALUE}</｜DSML｜parameter>\n""",
+    ),
+    "deepseek 3.1": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments }}<｜tool▁call▁end｜>"
+                     "<｜tool▁calls▁end｜>", ""),
     "deepseek 3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments }}\n```"
                    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ""),
     "gemma 4": ("<|tool_call>" + BRACED.replace("Q", "'<|\"|>'") + "<tool_call|>", ""),
     "function gemma": ("<start_function_call>" + BRACED.replace("Q", "'<escape>'") + "<end_function_call>", ""),
     "harmony": ("<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>{{ f.arguments|tojson }}<|call|>", ""),
+    "pythonic": ("[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v|tojson }}{{ '' if loop.last else ', ' }}"
+                 "{% endfor %})]{# [func_name #}", ""),
     "hermes": (f"<tool_call>\n{JSON}\n</tool_call>", ""),
     "llama": (JSON.replace("arguments\"", "parameters\"") + "{# ipython #}", ""),
     "mistral": ("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments|tojson }}", ""),
@@ -257,7 +289,7 @@ def test_a_call_is_shown_in_the_next_prompt_as_it_was_written(name: str, given: 
     prompt = TokenizerAdapter(byte_tokenizer(template)).render([{"role": "user", "content": "x"}, said], start=False)
     shown = prompt.removeprefix("<user>x<assistant>")
     assert calls == [("write", given)] == read(template, [shown])[2]
-    assert shown == answer
+    assert shown == answer or name == "pythonic"  # which has Python's quotes
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -268,7 +300,7 @@ def test_text_is_no_call(name: str) -> None:
     for answer in ("", "Yes.", " a < b, [1] {x}\n", "see <tool_call and </function>", "[no](link)", half):
         for pieces in cuts(answer) if answer else [[""]]:
             assert read(template, pieces) == ("", answer, []), pieces
-    if name not in ("llama", "harmony", "harmony, recipient first"):  # there the whole answer is a call
+    if name not in ("pythonic", "llama", "harmony", "harmony, recipient first"):  # there the whole answer is a call
         assert read(template, list("Look:\n" + call + "\n")) == ("", "Look:\n", [("write", {"text": "x", "count": 1})])
 
 
@@ -324,7 +356,8 @@ def test_the_grammar_allows_the_calls_that_are_read(byte_tokens: Any, name: str)
         return bool(state.allows(256))
 
     def written(*calls: Any) -> str:
-        return re.sub(r"<\|call\|>\Z", "", write(list(calls))) if name == "harmony" else write(list(calls))
+        text = re.sub(r"<\|call\|>\Z", "", write(list(calls))) if name == "harmony" else write(list(calls))
+        return text.replace("'", '"') if name == "pythonic" else text
 
     whole = ("write", {"text": "a <b>\n", "count": 3})
     assert follows(written(whole)) and follows(written(("run_it", {"text": ""})))

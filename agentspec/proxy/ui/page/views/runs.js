@@ -39,4 +39,4 @@ const advice = () =>
   h("div", { class: "panel" },
     h("p", {}, "No runs are kept here, since they hold texts. To keep them, for each tenant apart, set how much they may take, in agentspec.toml:"),
     h("pre", {}, '[cache]\nruns_bytes = "64MiB"\nruns_retention = "7d"'),
-    h("p", { class: "muted" }, "agentspec cache forget deletes them with everything else of a session or a tenant."));
+    h("p", { class: "muted" }, "agentspec cache forget deletes them with everything else of a session, a tenant or a text."));
