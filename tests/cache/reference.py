@@ -233,10 +233,10 @@ class ReferenceDrafter:
         guess = self.record((SHAPES if shapes else 0, length, PRIOR_TOTAL, -1, excluded))
         return self.rests.get((rank, excluded), guess)
 
-    def hope(self, level: Level) -> float:
-        """How likely the levels from this one on hold the next token, weighed against a single candidate."""
+    def share_left(self, level: Level) -> float:
+        """How likely the levels from this one on hold the next token."""
         cells = [self.rest(rank, exclusions(level.excluded)) for rank in range(level.rank + 1)]
-        return WORTH * max(hits / tries for hits, tries in cells)
+        return max(hits / tries for hits, tries in cells)
 
     def goes_on(self, token: int) -> float:
         ends, gone_on = self.ends.get(token, (0.0, 0.0))
@@ -319,9 +319,9 @@ class ReferenceDrafter:
     def most_hoped_for(self, branches: Sequence[Branch], best: float, min_probability: float) -> Branch | None:
         """The branch to look at next; of equals the first."""
         hopes = [
-            (branch.reach * self.hope(branch.next), -branch.node, branch)
+            (branch.reach * (WORTH * left), -branch.node, branch)
             for branch in branches
-            if branch.next and branch.reported >= min_probability
+            if branch.next and branch.reported * (left := self.share_left(branch.next)) >= min_probability
         ]
         hope, _, branch = max(hopes, key=lambda each: each[:2], default=(0.0, 0, None))
         return branch if hope >= best else None

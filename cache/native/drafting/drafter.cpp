@@ -254,8 +254,9 @@ private:
     void wait(int node) {
         const Reach& reach = reaches_[node + 1];
         const LevelWalk& walk = walks_->of(node);
-        const double hope = reach.probability * (kWorth * learned_.rests.rate(walk.rank(), walk.offered()));
-        if (hope >= kNegligible && reach.corrected >= floor_) branches_.push({hope, node});
+        const double rest = learned_.rests.rate(walk.rank(), walk.offered());
+        const double hope = reach.probability * (kWorth * rest);
+        if (hope >= kNegligible && reach.corrected * rest >= floor_) branches_.push({hope, node});
     }
 
     /// Offer the continuations in a node's next level: its confidence, times the misses above, times each one's share.
