@@ -44,8 +44,8 @@ INNER = frozenset(
     backends.engine_plugin.request_state backends.engine_plugin.rounds backends.engine_plugin.source_contract
     backends.openai.metrics backends.threads backends.torch.drafters.base
     backends.torch.drafters.combined backends.torch.drafters.draft_model backends.torch.embeddings
-    backends.torch.engine.cache_session backends.torch.engine.delivery
-    backends.torch.engine.engine backends.torch.engine.kv_budget
+    backends.torch.engine.cache_session backends.torch.engine.choices backends.torch.engine.delivery
+    backends.torch.engine.device_memory backends.torch.engine.engine backends.torch.engine.kv_budget
     backends.torch.engine.prefill backends.torch.engine.prefix_cache backends.torch.engine.scheduler
     backends.torch.engine.sequence backends.torch.engine.speculator backends.torch.engine.stats
     backends.torch.exactness backends.torch.grammars.grammar backends.torch.loader backends.torch.model.batch

@@ -64,7 +64,7 @@ def create_app(runtime: Runtime, settings: Settings | None = None) -> GatewayMid
         slots,
         budget,
         deadlines,
-        Metering(server),
+        Metering(server) if server.api_keys else None,
         Keeper(runtime, server),
         several_tenants=len(server.tenant_names) > 1,
         runs=Runs(runtime) if settings.cache.keeps_runs else None,

@@ -48,8 +48,8 @@ MAX_MODEL_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The runtime, the limits and the stored answers of one gateway. With `several_tenants` their stored
-    objects at a shared upstream must stay apart. `runs` is None where none are kept.
+    """The runtime, the limits and the stored answers of one gateway. `metering` is None without keys; with
+    `several_tenants` their stored objects at a shared upstream must stay apart. `runs` is None where none are kept.
     """
 
     runtime: Runtime
@@ -57,7 +57,7 @@ class Services:
     slots: Slots
     budget: BodyBudget
     deadlines: WeakSet[Deadline]
-    metering: Metering
+    metering: Metering | None
     keeper: Keeper
     several_tenants: bool
     runs: Runs | None = None
@@ -109,7 +109,7 @@ class GatewayEndpoint:
                 answer.early_tools = read_early_tools(headers)
                 if answer.span is not None and describe(answer.span, body.fields, context, answer.model):
                     answer.sent = bytearray()
-                if self.generates:
+                if services.metering is not None and self.generates:
                     await services.metering.admit(answer, self.path, body)
                 if isinstance(route.backend, PoolBackend):
                     await self._try(context, body, answer, route.backend.pool)

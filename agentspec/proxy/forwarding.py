@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentspec.backends.base import CHAT, COMPLETIONS, RESPONSES
-from agentspec.backends.http.response import answered
+from agentspec.backends.http.errors import answered
 from agentspec.backends.openai.backend import OpenAIBackend
 from agentspec.backends.openai.fields import PRIORITY
 from agentspec.errors import AgentSpecError, UpstreamError

@@ -14,7 +14,7 @@ from agentspec.proxy.answer import BYTES_PER_TOKEN, RequestAnswer
 from agentspec.proxy.body.amounts import CHOICES
 from agentspec.proxy.body.budget import RequestBody
 from agentspec.proxy.forwarding import expected_choices
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import RateLimits, ServerSettings
 
 WINDOW = 60  # seconds
 REQUESTS, TOKENS = "requests_per_minute", "tokens_per_minute"
@@ -106,9 +106,11 @@ class KeyLimiter:
     much goes back to the second in which it was charged, what is missing is added to the present one.
     """
 
-    def __init__(self, limits: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: RateLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._windows = {name: SlidingWindow(limit) for name, limit in limits.items()}
+        self._windows = {
+            name: SlidingWindow(limit) for name in (REQUESTS, TOKENS) if (limit := getattr(limits, name)) is not None
+        }
 
     def admit(self, demand: Demand) -> Callable[[int], None]:
         """Let a request begin. What is returned is to be called with the tokens that it took, when it is over.
@@ -147,7 +149,7 @@ class KeyLimiter:
 
 class Metering:
     def __init__(self, settings: ServerSettings) -> None:
-        self._limiters = {(key.tenant, key.label): KeyLimiter(key.limits) for key in settings.api_keys if key.limits}
+        self._limiters = {owner: KeyLimiter(limits) for owner, limits in settings.limits_of_keys.items()}
 
     async def admit(self, answer: RequestAnswer, path: str, body: RequestBody) -> None:
         """Charge the request to its key, and have `answer` correct the charge at its end. Raises as

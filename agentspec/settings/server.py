@@ -19,13 +19,23 @@ Role = Literal["tenant", "operator"]
 MIN_SECRET = 32
 
 
-class ApiKey(SettingsModel):
-    """One `[[server.api_keys]]` entry: the key's tenant and limits, and the variable or file that holds the key."""
+class RateLimits(SettingsModel):
+    """What one key may ask for; unset: no limit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1, description="Requests in 60 seconds; unset: no limit")
     tokens_per_minute: int | None = Field(
         default=None, ge=1, description="Tokens of prompts and answers in 60 seconds; unset: no limit"
     )
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether there is no limit at all."""
+        return not any(getattr(self, name) for name in RateLimits.model_fields)
+
+
+class ApiKey(RateLimits):
+    """One `[[server.api_keys]]` entry: the key's tenant and limits, and the variable or file that holds the key."""
+
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1, description="Tenant that the key belongs to")
     role: Role = Field(default="tenant", description="`operator`: reads `/metrics` instead of using models")
     key_env: str | None = Field(default=None, description="Environment variable holding the key")
@@ -39,15 +49,14 @@ class ApiKey(SettingsModel):
 
     @model_validator(mode="after")
     def _operators_have_no_limits(self) -> Self:
-        if self.role == "operator" and self.limits:
+        if self.role == "operator" and not self.unlimited:
             raise ValueError("an operator's key cannot use models, so limits have no effect: remove them")
         return self
 
     @property
-    def limits(self) -> dict[str, int]:
-        """The limits that are set, by the names of their settings."""
-        given = {"requests_per_minute": self.requests_per_minute, "tokens_per_minute": self.tokens_per_minute}
-        return {name: limit for name, limit in given.items() if limit is not None}
+    def own_limits(self) -> RateLimits:
+        """The limits that the entry itself sets."""
+        return RateLimits(**{name: getattr(self, name) for name in RateLimits.model_fields})
 
     @property
     def label(self) -> str:
@@ -78,7 +87,7 @@ def read_keys(keys: Iterable[ApiKey]) -> list[tuple[SecretStr, ApiKey]]:
             pair, advice = f"tenants {owner.tenant!r} and {key.tenant!r}", "give each a key of its own"
         elif owner.role != key.role:
             pair, advice = f"an operator and tenant {key.tenant!r}", "give the operator a key of its own"
-        elif owner.limits != key.limits:
+        elif owner.own_limits != key.own_limits:
             pair, advice = f"two entries of tenant {key.tenant!r} with other limits", "leave one of them out"
         else:
             continue
@@ -154,6 +163,12 @@ class ServerSettings(SettingsModel):
         if unknown := [name for name in self.tenants if name not in known]:
             raise ValueError(f"server.tenants.{unknown[0]} is the tenant of no API key; known: {', '.join(known)}")
         return self
+
+    @property
+    def limits_of_keys(self) -> dict[tuple[str, str], RateLimits]:
+        """The limits of each tenant's keys, by tenant and label; keys without limits are not in it."""
+        tenants = (key for key in self.api_keys if key.role == "tenant")
+        return {(key.tenant, key.label): key.own_limits for key in tenants if not key.unlimited}
 
     @property
     def tenant_names(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from agentspec.backends.base import MESSAGES, NONE
 from agentspec.backends.http.connections import ConnectionPool, httpx
+from agentspec.backends.http.errors import status_error
 from agentspec.backends.http.proxies import Answer, LibraryConnections, Transport, open_connections
 from agentspec.backends.http.response import (
     ACCOUNT_HEADERS,
@@ -22,7 +23,6 @@ from agentspec.backends.http.response import (
     UpstreamResponse,
     allowed,
     mapped_errors,
-    status_error,
 )
 from agentspec.backends.settings import OpenAISettings, read_secret, sendable
 from agentspec.errors import UpstreamError

@@ -17,8 +17,9 @@ from agentspec.backends.settings import TorchSettings
 from agentspec.backends.threads import TenantThreads
 from agentspec.backends.torch.drafters.draft_model import DraftModel
 from agentspec.backends.torch.engine.cache_session import CacheHealth, CacheSession
+from agentspec.backends.torch.engine.choices import Choices
 from agentspec.backends.torch.engine.compute_thread import compute_thread
-from agentspec.backends.torch.engine.delivery import Choices, Inbox
+from agentspec.backends.torch.engine.delivery import Inbox
 from agentspec.backends.torch.engine.engine import Engine
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest, prompt_length
 from agentspec.backends.torch.engine.stats import EngineStats, snapshot

@@ -17,7 +17,7 @@ from tests.mutation import function_at, mutant_of
 
 MOST_CASES = 40
 PROXY = "agentspec.proxy"
-UPSTREAM = "agentspec.backends.openai.backend:OpenAIBackend"
+UPSTREAM = "agentspec.backends.openai.upstream:Upstream"
 Where = dict[str, Any]
 # what breaks: the function, what to change, changed, and the cases in which it has to show
 MUTATIONS: dict[str, tuple[str, str, str, Where]] = {

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentspec.errors import EngineError, OverRateLimitError, RateLimitError
 from agentspec.proxy.metering import WINDOW, Demand, KeyLimiter
-from agentspec.settings.server import ApiKey
+from agentspec.settings.server import ApiKey, RateLimits
 from agentspec.testing import Answer, FakeBackend
 
 
@@ -30,7 +30,7 @@ class Hand:
 
     def limiter(self, **limits: int) -> KeyLimiter:
         given = {name: limit for name, limit in limits.items() if limit}
-        return KeyLimiter(given, lambda: self.now + self.skew)
+        return KeyLimiter(RateLimits(**given), lambda: self.now + self.skew)
 
 
 def admitted(limiter: KeyLimiter, tokens: int = 1) -> Callable[[int], None]:

@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from agentspec.errors import ConfigurationError
 from agentspec.settings.load import load_settings
-from agentspec.settings.server import ApiKey, ServerSettings, read_keys
+from agentspec.settings.server import ApiKey, RateLimits, ServerSettings, read_keys
 
 SECRET = "canary-" * 5
 
@@ -79,14 +79,14 @@ key_env = "METRICS"
 """
 
 
-def keys_of(folder: Path, text: str) -> tuple[ApiKey, ...]:
+def settings(folder: Path, text: str) -> dict[tuple[str, str], RateLimits]:
     file = folder / "agentspec.toml"
     file.write_text(text)
-    return load_settings(file).server.api_keys
+    return load_settings(file).server.limits_of_keys
 
 
 def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
-    assert [key.limits for key in keys_of(tmp_path, KEYS)] == [{"requests_per_minute": 5}, {}, {}]
+    assert settings(tmp_path, KEYS) == {("a", "A"): RateLimits(requests_per_minute=5)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_key_has_its_own_limits(tmp_path: Path) -> None:
 )
 def test_limits_that_cannot_work_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        keys_of(tmp_path, text)
+        settings(tmp_path, text)
 
 
 def test_entries_with_the_same_key_and_other_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentspec.backends.torch.engine.delivery import Choices, join_deltas, joined
+from agentspec.backends.torch.engine.choices import Choices
+from agentspec.backends.torch.engine.delivery import join_deltas, joined
 from agentspec.backends.torch.engine.sequence import EngineRequest
 from agentspec.types import Delta, GenerateRequest, Prompt, SamplingParams, Speculation, TokenLogprob, Usage
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentspec.backends.settings import TorchSettings
-from agentspec.backends.torch.engine import kv_budget
-from agentspec.backends.torch.engine.kv_budget import ROOM, available, budget_of, release
+from agentspec.backends.torch.engine import device_memory
+from agentspec.backends.torch.engine.device_memory import available, budget_of, release
+from agentspec.backends.torch.engine.kv_budget import ROOM
 from agentspec.backends.torch.engine.prefill import MOST_EXPECTED, Guesses
 from agentspec.backends.torch.engine.scheduler import Scheduler
 from agentspec.backends.torch.engine.sequence import EngineContext, EngineRequest
@@ -138,8 +139,8 @@ def test_a_tenant_that_expects_much_takes_nothing_from_another(scheduler_of: Any
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Says how many bytes every device has free; no engine has been promised any."""
-    monkeypatch.setattr(kv_budget, "_PROMISED", weakref.WeakSet())
-    return lambda bytes: monkeypatch.setattr(kv_budget, "free_memory", lambda device: bytes)
+    monkeypatch.setattr(device_memory, "_PROMISED", weakref.WeakSet())
+    return lambda bytes: monkeypatch.setattr(device_memory, "free_memory", lambda device: bytes)
 
 
 def test_two_engines_on_one_device_are_not_promised_the_same_memory(lab: Any, free: Any, caplog: Any) -> None:
