@@ -36,7 +36,7 @@ class HalfLinear(nn.Module):
         largest = math.frexp(float(linear.weight.detach().abs().max()))[1]
         for scale in (1.0, 2.0 ** (LARGEST - largest)):
             scaled = linear.weight.detach() * scale
-            if torch.equal(scaled.half().float(), scaled):
+            if scaled.isfinite().all() and torch.equal(scaled.half().float(), scaled):  # FBGEMM bounds infinities
                 with suppress(RuntimeError, AttributeError):
                     return cls(linear, scale)
         return None

@@ -169,6 +169,21 @@ def test_a_cpu_keeps_weights_in_16_bits_where_that_loses_nothing(dtype: torch.dt
 
 
 @not_interpreted
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 65504.0, 65520.0, 2.0**-24, 2.0**-120, 2.0**-149, 0.0])
+@pytest.mark.parametrize("all_of_them", [False, True])
+@torch.inference_mode()
+def test_a_cpu_multiplies_by_the_weights_that_a_model_has(value: float, all_of_them: bool) -> None:
+    layer = nn.Linear(32, 16, bias=False)
+    layer.weight.copy_(torch.full((16, 32), value) if all_of_them else layer.weight.half())
+    layer.weight[3, 5] = value
+    x, block = torch.randn(2, 32), nn.ModuleList([layer])
+    exact = layer(x)
+    assert replace_layers(block)
+    size = exact.nan_to_num(0, 0, 0).abs().max().item()
+    torch.testing.assert_close(block[0](x), exact, rtol=1e-5, atol=1e-6 * size, equal_nan=True)
+
+
+@not_interpreted
 @pytest.mark.slow
 @TRITON
 def test_in_a_process_with_the_interpreter() -> None:
