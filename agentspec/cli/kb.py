@@ -42,7 +42,7 @@ def build(
     if kind == "bm25" and model is not None:
         raise ConfigurationError("--kind bm25 searches by words: leave --model out", param="model")
     model = model or "minilm"
-    folder.require_replaceable(out)
+    folder.require_replaceable(out, folder.FILES)
     import_module("bm25s" if kind == "bm25" else "faiss")  # a missing extra is reported before the encoding
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
@@ -79,15 +79,16 @@ def build_datastore(
     """Read a corpus (JSON lines with "text") and store the hidden state before every token: 2 bytes a number."""
     import anyio
 
+    from agentspec.reasoning.retrieval.datastore import FILES
+    from agentspec.reasoning.retrieval.datastore import build as build_store
     from agentspec.reasoning.retrieval.knowledge.folder import require_replaceable
     from agentspec.recordings.corpus import read_texts
 
-    require_replaceable(out)
+    require_replaceable(out, FILES)
     texts = [text for file in corpus for text in read_texts(file)]  # before torch is imported
 
     from agentspec.backends.settings import TorchSettings
     from agentspec.backends.torch import TorchBackend
-    from agentspec.reasoning.retrieval.datastore import build as build_store
 
     async def run() -> None:
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
 FORMAT = 1
-KEYS, VALUES, MANIFEST = "keys.f16", "values.i32", "manifest.json"
+FILES = {KEYS := "keys.f16", VALUES := "values.i32", MANIFEST := "manifest.json"}
 BATCH_TOKENS = 1024  # tokens in one forward: more are no faster on a CPU
 WINDOW = 1024  # most tokens of context for a hidden state; longer texts are read in pieces
 
@@ -91,7 +91,7 @@ async def build(
     Raises `ConfigurationError` for a corpus that gives no entries, and a folder that holds something else.
     """
     entries = width = 0
-    with replacing(folder) as fresh, (fresh / KEYS).open("wb") as keys, (fresh / VALUES).open("wb") as values:
+    with replacing(folder, FILES) as fresh, (fresh / KEYS).open("wb") as keys, (fresh / VALUES).open("wb") as values:
         for documents, pieces in _batches(texts, backend.encode):
             found = await backend.hidden_states([piece[:-1] for piece in pieces]) if pieces else []
             for states, piece in zip(found, pieces, strict=True):

@@ -79,7 +79,24 @@ def test_an_empty_corpus_and_a_foreign_folder_are_refused(program, tmp_path, cor
     empty.write_text("\n")
     assert "no documents" in program("kb", "build", empty, "--out", "kb", "--kind", "bm25").stderr
     refused = program("kb", "build", corpus, "--out", tmp_path, "--kind", "bm25")
-    assert refused.exit_code == 2 and "exists and is no knowledge base" in refused.stderr
+    assert refused.exit_code == 2 and "exists and is no index" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("manifest.json",), ("manifest.json", "popup.js"), ("manifest.json", "keys.f16")]
+)
+def test_only_an_index_is_replaced(program, tmp_path, corpus, names):
+    (folder := tmp_path / "kb").mkdir()
+    for name in names:
+        (folder / name).write_text("{}")
+    assert program("kb", "build", corpus, "--out", folder, "--kind", "bm25").exit_code == 2
+    assert {path.name for path in folder.iterdir()} == {*names}
+
+
+def test_an_index_beside_its_corpus_is_not_replaced(program, tmp_path, corpus):
+    assert program("kb", "build", corpus, "--out", tmp_path / "kb", "--kind", "bm25").exit_code == 0
+    kept = corpus.rename(tmp_path / "kb" / "corpus.jsonl")
+    assert program("kb", "build", kept, "--out", tmp_path / "kb", "--kind", "bm25").exit_code == 2 and kept.exists()
 
 
 WORDS = "one two three four five six seven eight"

@@ -20,7 +20,7 @@ from agentspec.errors import ConfigurationError
 from agentspec.reasoning.retrieval.knowledge.base import Document, Hit, Query, best_rows
 
 K1, B = 1.5, 0.75  # as bm25s sets them
-_WEIGHTS, _VOCABULARY = "bm25.npz", "vocabulary.json"
+WEIGHTS, VOCABULARY = "bm25.npz", "vocabulary.json"
 
 
 @cache
@@ -120,13 +120,13 @@ class Bm25Index:
     @classmethod
     def load(cls, folder: Path, documents: Sequence[Document]) -> Bm25Index:
         """Load the index that `save` wrote. Raises `OSError`, `ValueError` or `KeyError` for damaged files."""
-        with np.load(folder / _WEIGHTS) as arrays:
+        with np.load(folder / WEIGHTS) as arrays:
             weights, rows, starts = arrays["weights"], arrays["rows"], arrays["starts"]
-        return cls(documents, json.loads((folder / _VOCABULARY).read_text("utf-8")), weights, rows, starts)
+        return cls(documents, json.loads((folder / VOCABULARY).read_text("utf-8")), weights, rows, starts)
 
     def save(self, folder: Path) -> None:
-        np.savez(folder / _WEIGHTS, weights=self._weights, rows=self._rows, starts=self._starts)
-        (folder / _VOCABULARY).write_text(json.dumps(self._words, ensure_ascii=False), "utf-8")
+        np.savez(folder / WEIGHTS, weights=self._weights, rows=self._rows, starts=self._starts)
+        (folder / VOCABULARY).write_text(json.dumps(self._words, ensure_ascii=False), "utf-8")
 
     def search(self, queries: Sequence[Query], count: int) -> list[tuple[Hit, ...]]:
         """The best `count` documents for each query. Documents that share no term with it come last, by id."""

@@ -23,7 +23,7 @@ DenseKind = Literal["dense", "hnsw"]
 TOGETHER = 8  # from so many queries on, one matrix product is faster than a scan of all vectors for each query
 MARGIN = 16  # extra candidates, so that one search nearly always settles the order
 LINKS, BUILD_POOL, POOL = 32, 200, 128  # of the graph: edges per vector, candidates in building and in a search
-_FILE = "index.faiss"
+FILE = "index.faiss"
 _CHUNK = 65536
 
 
@@ -121,12 +121,12 @@ class DenseIndex:
         """
         import faiss
 
-        return cls(documents, faiss.read_index(str(folder / _FILE), faiss.IO_FLAG_MMAP_IFC), encoder)
+        return cls(documents, faiss.read_index(str(folder / FILE), faiss.IO_FLAG_MMAP_IFC), encoder)
 
     def save(self, folder: Path) -> None:
         import faiss
 
-        faiss.write_index(self._index, str(folder / _FILE))
+        faiss.write_index(self._index, str(folder / FILE))
 
     def search(self, queries: Sequence[Query], count: int) -> list[tuple[Hit, ...]]:
         """The best `count` documents for each query; an approximate index finds at most `POOL`."""

@@ -10,7 +10,7 @@ import json
 import mmap
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -29,8 +29,8 @@ from agentspec.reasoning.retrieval.knowledge.base import (
     Query,
     SearchResult,
 )
-from agentspec.reasoning.retrieval.knowledge.bm25 import Bm25Index
-from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
+from agentspec.reasoning.retrieval.knowledge.bm25 import VOCABULARY, WEIGHTS, Bm25Index
+from agentspec.reasoning.retrieval.knowledge.dense import FILE, DenseIndex, Encoder
 from agentspec.reasoning.settings import IndexSettings, RemoteSettings
 
 Kind = Literal["dense", "hnsw", "bm25"]
@@ -40,6 +40,7 @@ Advance = Callable[[str, int], None]
 FORMAT = 1
 _CHUNK = 1 << 24  # bytes
 _MANIFEST, _DOCUMENTS = "manifest.json", "documents.jsonl"
+FILES = {_MANIFEST, _DOCUMENTS, FILE, WEIGHTS, VOCABULARY}  # of all kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def build(
 
     Raises `ConfigurationError` for an empty corpus, duplicate ids, and a folder that holds something else.
     """
-    with replacing(folder) as fresh:
+    with replacing(folder, FILES) as fresh:
         index = index_of(documents, kind, encoder, advance)
         index.save(fresh)
         with (fresh / _DOCUMENTS).open("w", encoding="utf-8") as file:
@@ -213,19 +214,19 @@ def _ordered(documents: Sequence[Document]) -> list[Document]:
     return ordered
 
 
-def require_replaceable(folder: Path) -> None:
-    """Raise `ConfigurationError` for a folder that holds something else than a knowledge base or a datastore."""
-    if folder.exists() and not (folder / _MANIFEST).is_file():
+def require_replaceable(folder: Path, files: Set[str]) -> None:
+    """Raise `ConfigurationError` for a folder that holds something else than a manifest and more of `files`."""
+    if folder.exists() and not {_MANIFEST} < {path.name for path in folder.glob("*")} <= files:
         raise ConfigurationError(
-            f"{folder} exists and is no knowledge base or datastore: name another folder", param="out"
+            f"{folder} exists and is no index or datastore to replace, or holds more: name another folder", param="out"
         )
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder that becomes `folder` when the block ends without an error."""
+def replacing(folder: Path, files: Set[str]) -> Iterator[Path]:
+    """A new folder, with some of `files`, that becomes `folder` when the block ends without an error."""
     folder = folder.absolute()
-    require_replaceable(folder)
+    require_replaceable(folder, files)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -69,6 +69,8 @@ async def test_a_build_that_fails_leaves_what_was_there(corpus: list[str], tmp_p
     after = await built(corpus, tmp_path / "store", Countable("f2"))
     assert Datastore.open(tmp_path / "store", fingerprint="f2", model="tiny").manifest == after
     (tmp_path / "other").mkdir()
+    for name in ("manifest.json", "documents.jsonl"):  # a knowledge base
+        (tmp_path / "other" / name).touch()
     with pytest.raises(ConfigurationError, match="name another folder"):
         await built(corpus, tmp_path / "other", Countable())
 

@@ -127,7 +127,7 @@ def test_corpora_and_folders_that_cannot_be_used_are_refused(out, tmp_path):
     with pytest.raises(ConfigurationError, match="needs an embedding model"):
         build(CORPUS, out, "dense")
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigurationError, match="is no knowledge base"):
+    with pytest.raises(ConfigurationError, match="no index or datastore"):
         build_in(tmp_path / "mine", "bm25")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot write"):
