@@ -132,9 +132,6 @@ def test_new_sessions_are_placed_alike_in_every_process():
     assert len(set(said[0].split())) > 3
 
 
-LOADS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1)), min_size=1, max_size=12)
-
-
 PROMPTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=6), st.sampled_from("xyz")), max_size=40)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,8 +60,10 @@ def to_delta(chunk: Any) -> Delta:
     """
     try:
         if error := reported(chunk):
-            raise _broken_off(error)
-        choice = _first_choice(chunk.get("choices") or ())
+            message = error.get("message") if isinstance(error, Mapping) else error
+            raise UpstreamError(f"the upstream broke off with an error: {str(message)[:2000]}")
+        choices = chunk.get("choices") or ()
+        choice: Mapping[str, Any] = next((one for one in choices if one.get("index") in (0, None)), {})
         message = choice.get("delta") or choice.get("message") or {}
         usage = read_usage(counts) if (counts := chunk.get("usage")) else None
         return Delta(
@@ -115,10 +117,6 @@ def _call_piece(call: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _first_choice(choices: Iterable[Any]) -> Mapping[str, Any]:
-    return next((choice for choice in choices if choice.get("index") in (0, None)), {})
-
-
 def _string(value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
@@ -158,8 +156,3 @@ def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...]:
 
 def _token(text: str, logprob: float | None, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
     return TokenLogprob(UNKNOWN_TOKEN, _string(text), 0.0 if logprob is None else clamped(float(logprob)), top)
-
-
-def _broken_off(error: Any) -> UpstreamError:
-    message = error.get("message") if isinstance(error, Mapping) else error
-    return UpstreamError(f"the upstream broke off with an error: {str(message)[:2000]}")

@@ -16,27 +16,14 @@ MAX_PRIORITY = 2**31 - 1
 PRINTABLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_LABEL
-
-
-def _is_above_0(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_priority(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_PRIORITY
-
-
-def _is_switch(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": (f"a name of 1 to {MAX_LABEL} characters", _is_name),
-    "deadline_s": ("a number above 0", _is_above_0),
-    "priority": ("a whole number from 0, served first", _is_priority),
-    **dict.fromkeys(("store", "speculation"), ("true or false", _is_switch)),
+    "model": (f"a name of 1 to {MAX_LABEL} characters", lambda one: isinstance(one, str) and 0 < len(one) <= MAX_LABEL),
+    "deadline_s": (
+        "a number above 0",
+        lambda one: isinstance(one, (int, float)) and one is not True and 0 < one < math.inf,
+    ),
+    "priority": ("a whole number from 0, served first", lambda one: type(one) is int and 0 <= one <= MAX_PRIORITY),
+    **dict.fromkeys(("store", "speculation"), ("true or false", lambda one: isinstance(one, bool))),
 }
 
 

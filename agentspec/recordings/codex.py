@@ -79,7 +79,8 @@ def turns_of(items: Iterable[Item]) -> Iterator[Turn]:
     written: _ModelItems | None = None
     for item in items:
         kind = str(item.value.get("type", "message"))
-        is_models = _is_models(item.value, kind)
+        spoken = kind == "message" and item.value.get("role") == "assistant"
+        is_models = spoken or kind == "reasoning" or kind.endswith("_call")
         if written is not None and not (is_models and item.said is written.said):
             yield written.turn()
             written = None
@@ -101,10 +102,6 @@ def _result(item: Mapping[str, Any]) -> str:
     if item.get("type") != "tool_search_output":
         return text_of(item.get("output"))
     return json.dumps(item.get("tools"), ensure_ascii=False)
-
-
-def _is_models(item: Mapping[str, Any], kind: str) -> bool:
-    return kind == "reasoning" or kind.endswith("_call") or (kind == "message" and item.get("role") == "assistant")
 
 
 def logged_response(request: Mapping[str, Any], response: Mapping[str, Any], place: str) -> Iterator[RecordedCall]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from agentspec.backends.torch import TorchBackend
 
 SAMPLED = 0.8
-CHECKED = (3, None)
 SAVED_TOKENS = 96  # long enough for batching to pay: an answer's first and last queries form small batches
 
 

@@ -23,8 +23,6 @@ from agentspec.errors import CacheError
 from agentspec.types import Namespace
 from tests.cache.conftest import DATABASE, execute, outputs, record, text, wait
 
-CHUNK_BYTES = 65_536 * 4  # of a log: only whole chunks are mapped
-
 
 def fill(folder: Path, count: int = 40, length: int = 100, **options: Any) -> None:
     with SuffixCache.open(folder, **options) as cache:

@@ -49,7 +49,8 @@ class SharedNoiseSampler:
         """The logits and ids of the likeliest tokens that pass top_k, min_p and top_p, in descending order."""
         sampling = self.sampling
         if legal := {token: bias for token, bias in sampling.logit_bias.items() if token < len(logits)}:
-            logits = logits.index_add(0, *_pair(legal, logits))
+            ids = torch.tensor(list(legal), device=logits.device)
+            logits = logits.index_add(0, ids, torch.tensor(list(legal.values()), device=logits.device))
         scores, ids = logits.topk(min(HEAD, sampling.top_k or HEAD, len(logits)))
         if sampling.greedy:
             return scores, ids
@@ -57,10 +58,6 @@ class SharedNoiseSampler:
         keep = (chances >= sampling.min_p * chances[0]) & (chances.cumsum(0) - chances < sampling.top_p)
         keep[0] = True
         return scores[keep], ids[keep]
-
-
-def _pair(bias: dict[int, float], like: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.tensor(list(bias), device=like.device), torch.tensor(list(bias.values()), device=like.device)
 
 
 CHUNK = 256  # tokens read per call until the model has caught up, so that a long prompt does not stall other answers

@@ -115,7 +115,7 @@ class Sampler:
 
     def _draw(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Draw one token id for each row of logits, which follows the history and then its path; returns [rows]."""
-        scores = self._scores(rows, paths)
+        scores = rows if self._penalties is None else self._penalties.apply(rows, paths)
         if self.greedy:
             return scores.argmax(-1)
         scores = apply_top_k_top_p(scores / self._params.temperature, self._params, may_sync=not self._ahead)
@@ -127,9 +127,6 @@ class Sampler:
         # token alone, so that each position gets the same draw as without a draft.
         column = to_device(torch.tensor([[signed(key)] for key in keys]), scores.device)
         return (scores + gumbel_noise(column, self._ids)).argmax(-1)
-
-    def _scores(self, rows: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        return rows if self._penalties is None else self._penalties.apply(rows, paths)
 
 
 def fetch(samplers: Sequence[Sampler]) -> None:

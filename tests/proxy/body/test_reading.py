@@ -14,8 +14,6 @@ from starlette.types import Message
 from agentspec.errors import AgentSpecError, InvalidRequestError
 from agentspec.proxy.body.reading import MAX_DEPTH, MOST, parse_object, read_body, set_values
 
-DECLARED = {"content-type": "application/json"}
-
 
 def receiver(*messages: Message) -> Any:
     pending = list(messages)

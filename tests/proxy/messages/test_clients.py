@@ -22,7 +22,6 @@ from agentspec.types import Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"name": "get_weather", "description": "The weather of a city", "input_schema": SCHEMA}
 FUNCTION = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": FUNCTION}
 ASKED = [{"role": "user", "content": "Hello"}]
