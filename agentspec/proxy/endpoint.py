@@ -200,15 +200,14 @@ class GenerationEndpoint(GatewayEndpoint):
                     await self.services.keeper.follow(context, body, answer, several=self.services.several_tenants)
                 if (runs := self.services.runs) is not None:
                     runs.watch(context, answer, body.fields)
-                await self.pass_on(context, body, answer, self._inspector(body.fields))
+                made = self.api.inspector
+                inspector = made() if made else StreamInspector(expected_choices(self.path, body.fields))
+                await self.pass_on(context, body, answer, inspector)
                 return
         await self.answer_itself(context, body, answer)
 
     async def answer_itself(self, context: RequestContext, body: RequestBody, answer: RequestAnswer) -> None:
         await answer_here(self.api, self.services, context, body, answer)
-
-    def _inspector(self, fields: Mapping[str, Any]) -> Inspector:
-        return self.api.inspector() if self.api.inspector else StreamInspector(expected_choices(self.path, fields))
 
     async def is_forwarded(self, context: RequestContext, answer: RequestAnswer) -> bool:
         """Whether the upstream answers this API itself. In a pool the gateway stores answers, since a server does not

@@ -91,11 +91,6 @@ def opened(path: Path) -> IO[bytes]:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of every line of a file. Raises `BadLineError` for one that is no object, and as `lines`."""
-    return ((place, json_object(line, place)) for place, line in lines(path))
-
-
 def json_object(line: bytes, place: str) -> dict[str, Any]:
     """The JSON object of a line. Raises `BadLineError`."""
     try:

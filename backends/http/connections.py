@@ -7,7 +7,6 @@ runs of 16 streams, November 2026), and aiohttp does not repeat a POST whose reu
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
@@ -238,7 +237,9 @@ class ConnectionPool:
         secure = url.scheme == "https"
         self._name, self._host, self._port = url.host, address or url.host, url.port or (443 if secure else 80)
         self._host_header = b"host: " + url.netloc
-        self._context = _tls() if secure else None
+        self._context = httpx.create_ssl_context() if secure else None
+        if self._context is not None:
+            self._context.set_alpn_protocols(["http/1.1"])
         self._idle: deque[HttpConnection] = deque()
         self._closed = False
 
@@ -340,9 +341,3 @@ def _request_bytes(method: str, target: bytes, lines: list[bytes], body: bytes) 
     if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
         raise httpcore.LocalProtocolError("a header holds the end of a line")
     return head + body
-
-
-def _tls() -> ssl.SSLContext:
-    context = httpx.create_ssl_context()
-    context.set_alpn_protocols(["http/1.1"])
-    return context

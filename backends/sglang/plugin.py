@@ -69,7 +69,9 @@ def install() -> None:
     """Entry point of `sglang.srt.plugins`."""
     if not enabled(ENGINE):
         return
-    if lacking := missing(_package(), REQUIREMENTS):
+    import sglang  # pyright: ignore[reportMissingImports]
+
+    if lacking := missing(Path(sglang.__path__[0]), REQUIREMENTS):
         logger.warning("agentspec leaves SGLang alone: SGLang %s has no %s", version("sglang"), ", ".join(lacking))
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
@@ -145,9 +147,3 @@ def _open_drafter(model: Any, *, chains: bool) -> Callable[..., TreeDrafter]:
     described = SimpleNamespace(hf_config=model.hf_config, tokenizer=tokenizer, tokenizer_revision=get_model().revision)
     router = open_router(read_settings(ENGINE), described, "in the place of NGRAM")
     return partial(TreeDrafter, router.open, int(model.vocab_size), chains=chains, on_close=router.close)
-
-
-def _package() -> Path:
-    import sglang  # pyright: ignore[reportMissingImports]
-
-    return Path(sglang.__path__[0])

@@ -18,7 +18,7 @@ from agentspec.reasoning.retrieval.knowledge import folder
 from agentspec.reasoning.retrieval.knowledge.base import Document, KnowledgeBase, Metric, Query, SearchResult
 from agentspec.reasoning.retrieval.knowledge.dense import DenseIndex, Encoder
 from agentspec.reasoning.retrieval.knowledge.folder import IndexKnowledge, load_encoder
-from agentspec.recordings.calls import json_objects
+from agentspec.recordings.calls import json_object, lines
 from agentspec.recordings.corpus import read_corpus
 
 NOISE = 0.5  # length of the noise around a corpus vector of length 1
@@ -36,7 +36,8 @@ class CorpusQuestion:
 def read_questions(path: Path, count: int) -> list[CorpusQuestion]:
     """`count` questions, spread over a file of JSON lines with `id` and `question`. Raises `ConfigurationError`."""
     try:
-        questions = [CorpusQuestion(str(record["id"]), str(record["question"])) for _, record in json_objects(path)]
+        records = (json_object(line, place) for place, line in lines(path))
+        questions = [CorpusQuestion(str(record["id"]), str(record["question"])) for record in records]
     except KeyError:
         raise ConfigurationError(f"{path}: want JSON lines with id and question") from None
     step = max(1, len(questions) // count)

@@ -125,7 +125,10 @@ class Keeper:
         while wanted is not None:
             stored = self._store.get(tenant, wanted)
             if stored is None or stored.backend is not None:
-                raise not_found(id, "previous_response_id") if wanted == id else _missing(id, wanted)
+                if wanted == id:
+                    raise not_found(id, "previous_response_id")
+                message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
+                raise ResponseNotFoundError(message, param="previous_response_id")
             links.append([*map(dict, stored.items), *stored.response.get("output", ())])
             count, size = count + len(links[-1]), size + len(encode(links[-1]))
             if len(links) > MAX_CHAIN or count > most_items or size > most_bytes:
@@ -162,11 +165,6 @@ class Keeper:
     @property
     def _store(self) -> ResponseStore:
         return self.runtime.cache.responses
-
-
-def _missing(id: str, wanted: str) -> ResponseNotFoundError:
-    message = f"the response {id!r} continues {wanted!r}, which is not stored any more"
-    return ResponseNotFoundError(message, param="previous_response_id")
 
 
 def _key(id: str) -> str:
