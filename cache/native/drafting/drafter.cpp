@@ -41,7 +41,7 @@ struct Candidate {
     double corrected;    // for depth: what is reported
     int parent;
     Token token;
-    int match_length, source;
+    std::int16_t match_length, source;
 
     /// Less likely goes later; ties by place in the tree, then by token.
     bool operator<(const Candidate& other) const {
@@ -111,30 +111,37 @@ public:
     /// The walk of the context, in these indexes.
     LevelWalk& start(const SearchedIndexes& searched, std::span<const Token> context) {
         forget();
+        nodes_.push_back({});
+        begun_ = 1;
         at(0).start(searched, context);
         for (const IndexView& view : searched.views) snapshots_.push_back(view.snapshot().number);
         rated_ = searched.rated;
         return at(0);
     }
-    /// The walk of a further node of the tree.
-    LevelWalk& follow(int parent, Token token) {
-        nodes_.emplace_back(parent, token);
-        LevelWalk& walk = at(nodes_.size());  // may make room: walks stay where they are
-        walk.follow(of(parent), token);
-        return walk;
+    /// A further node of the tree, whose walk has not begun.
+    void add(int parent, Token token) { nodes_.push_back({parent, token, kNotBegun}); }
+    /// Begin the walk of a node whose parent's has begun. False if it has begun already.
+    bool begin(int node) {
+        Node& here = nodes_[node + 1];
+        if (here.walk != kNotBegun) return false;
+        here.walk = begun_++;
+        LevelWalk& walk = at(here.walk);  // may make room: walks stay where they are
+        walk.follow(of(here.parent), here.token);
+        return true;
     }
-    /// The same for a node that nobody will ask for, the nth such in a row.
+    /// A walk that nobody will ask for, the nth such in a row.
     LevelWalk& pass(const LevelWalk& before, Token token, std::size_t nth) {
-        LevelWalk& walk = at(nodes_.size() + 1 + nth % 2);
+        LevelWalk& walk = at(begun_ + nth % 2);
         walk.follow(before, token);
         return walk;
     }
-    LevelWalk& of(int node) { return walks_[static_cast<std::size_t>(node + 1)]; }
-    /// The node of a token behind another node, if it has a walk.
+    LevelWalk& of(int node) { return walks_[nodes_[node + 1].walk]; }
+    /// The node of a token behind another node, if the tree has it.
     std::optional<int> child(int node, Token token) const {
-        const auto found = std::ranges::find(nodes_, std::pair(node, token));
-        if (found == nodes_.end()) return {};
-        return static_cast<int>(found - nodes_.begin());
+        for (std::size_t i = static_cast<std::size_t>(node + 2); i < nodes_.size(); ++i) {
+            if (nodes_[i].parent == node && nodes_[i].token == token) return static_cast<int>(i) - 1;
+        }
+        return {};
     }
     /// Whether they are of this context, in the same snapshots of the same indexes.
     bool are_of(const SearchedIndexes& searched, std::span<const Token> context) const {
@@ -155,10 +162,18 @@ private:
         return walks_[place];
     }
 
+    static constexpr std::size_t kNotBegun = SIZE_MAX;
+    struct Node {
+        int parent = -1;
+        Token token = kNoContext;
+        std::size_t walk = 0;
+    };
+
     std::vector<std::uint64_t> snapshots_;  // their numbers: what these walks point to is there as long as these are
     std::vector<int> rated_;
-    std::deque<LevelWalk> walks_;  // of the context, then of the nodes
-    std::vector<std::pair<int, Token>> nodes_;  // parent and token of each
+    std::deque<LevelWalk> walks_;  // of the context, then of nodes in the order in which they begin
+    std::size_t begun_ = 0;
+    std::vector<Node> nodes_;  // the context, then the nodes of the tree
 };
 
 /// Walks own memory, so they are kept from one draft to the next.
@@ -244,7 +259,7 @@ private:
         while (!branches_.empty() && branches_.top().hope >= best()) {
             const int node = branches_.top().node;
             branches_.pop();
-            expand(node);
+            if (!walks_->begin(node)) expand(node);
             wait(node);
         }
         return !open_.empty();
@@ -272,14 +287,15 @@ private:
         const double scale = reach.probability * rate / level->weights(), reported = reach.corrected * corrected;
         const double reported_scale =
             lead < 1.0 ? reported * (1.0 - reported_lead) / (level->weights() * (1.0 - lead)) : 0.0;
-        const int source = walk.source(*level);
+        const auto match_length = static_cast<std::int16_t>(kLengths[level->key.length]);
+        const auto source = static_cast<std::int16_t>(walk.source(*level));
         for (const Symbol& symbol : walk.symbols(*level)) {
             const double weight = level->weight(symbol), probability = scale * weight;
             if (probability < least_.least()) continue;
             const double reported_here = &symbol == &leader ? reported * reported_lead : reported_scale * weight;
             if (reported_here < floor_) continue;
             if (!chain_) least_.add(probability);
-            open_.push({probability, reported_here, node, symbol.token, kLengths[level->key.length], source});
+            open_.push({probability, reported_here, node, symbol.token, match_length, source});
         }
         reach.probability *= 1.0 - rate;
         reach.corrected *= 1.0 - corrected;
@@ -303,8 +319,8 @@ private:
         if (tree_.tokens.size() == max_tokens_) return;
         const double goes_on = learned_.ends.goes_on(best.token);
         reaches_.push_back({best.probability * goes_on, best.corrected * goes_on, reaches_[best.parent + 1].depth + 1});
-        walks_->follow(best.parent, best.token);
-        wait(node);
+        walks_->add(best.parent, best.token);
+        branches_.push({reaches_.back().probability * kWorth, node});  // at most: its levels are not known yet
     }
 
     Learned learned_;
@@ -422,6 +438,7 @@ Drafter::Lesson Drafter::look_back(std::span<const SourcedIndex> indexes, std::s
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         if (i > 0) {
             if (node) node = walks->child(*node, tokens[i - 1]);
+            if (node) walks->begin(*node);
             walk = node ? &walks->of(*node) : &walks->pass(*walk, tokens[i - 1], i);
         }
         walk->resume(searched);

@@ -8,37 +8,38 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kFewTokens = 32;  // room to begin with, a power of two
+constexpr std::uint32_t kMostStored = 1u << 31;
 
 }  // namespace
 
 void TokenSlots::clear() {
-    entries_.assign(kFewTokens, Entry{});
+    first_ += size_;
     size_ = 0;
+    if (!entries_.empty() && first_ < kMostStored) return;
+    entries_.assign(std::max(entries_.size(), kFewTokens), Entry{});
+    first_ = 1;
 }
 
 TokenSlots::Entry& TokenSlots::locate(Token token) {
     Entry* const entries = entries_.data();
     const std::size_t mask = entries_.size() - 1;
     std::size_t place = (static_cast<std::uint32_t>(token) * 2654435761u >> 7) & mask;
-    while (entries[place].token != kNoContext && entries[place].token != token) place = (place + 1) & mask;
+    while (entries[place].stored >= first_ && entries[place].token != token) place = (place + 1) & mask;
     return entries[place];
 }
 
-inline std::size_t TokenSlots::find_or_add(Token token, std::size_t fresh) {
+inline std::size_t TokenSlots::find_or_add(Token token) {
     if (2 * size_ >= entries_.size()) grow();
     Entry& entry = locate(token);
-    if (entry.token == kNoContext) {
-        entry = {token, static_cast<std::uint32_t>(fresh)};
-        ++size_;
-    }
-    return entry.slot;
+    if (entry.stored < first_) entry = {token, first_ + size_++};
+    return entry.stored - first_;
 }
 
 void TokenSlots::grow() {
     std::vector<Entry> old(2 * entries_.size());
     old.swap(entries_);
     for (const Entry& entry : old) {
-        if (entry.token != kNoContext) locate(entry.token) = entry;
+        if (entry.stored >= first_) locate(entry.token) = entry;
     }
 }
 
@@ -135,7 +136,7 @@ bool LevelWalk::widen(std::size_t view) {
         if (token == never || index.is_dead(position)) return;
         if (token != last) {
             last = token;
-            slot = slots_.find_or_add(token, symbols_.size());
+            slot = slots_.find_or_add(token);
             if (slot == symbols_.size()) symbols_.push_back({token, 0, 0.0});
         }
         if (slot < known) return;  // a longer match offered it

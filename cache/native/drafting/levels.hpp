@@ -40,23 +40,22 @@ struct SourcedIndex {
     int source;
 };
 
-/// A number for each of a few tokens.
+/// Numbers a few tokens, in the order in which they come.
 class TokenSlots {
 public:
     void clear();
-    /// The number of `token`, which is `fresh` if it had none.
-    std::size_t find_or_add(Token token, std::size_t fresh);
+    std::size_t find_or_add(Token token);
 
 private:
     struct Entry {
-        Token token = kNoContext;  // none
-        std::uint32_t slot = 0;
+        Token token = 0;
+        std::uint32_t stored = 0;  // the number and `first_`; of a token that was cleared less than `first_`
     };
     Entry& locate(Token token);
     void grow();
 
     std::vector<Entry> entries_;  // a power of two
-    std::size_t size_ = 0;
+    std::uint32_t first_ = 1, size_ = 0;
 };
 
 /// The indexes of one call, as they were when it began; those of shapes go last.

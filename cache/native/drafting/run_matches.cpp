@@ -11,20 +11,20 @@ RunMatches::RunMatches(const RunMatches& before, const Token* query_end, int mos
     : RunMatches(before.log_, *before.run_, query_end, most) {
     const bool found = before.searched();
     const auto follows = [this](const RunCursor& cursor) { return follow(cursor); };
-    const bool all = found ? std::ranges::all_of(before.cursors_, follows) : follow(before.known_);
-    if (!all) known_.clear();
+    const bool all = found ? std::ranges::all_of(before.cursors(), follows) : follow(before.known());
+    if (!all) known_count_ = 0;
     const int shorter = !all ? before.longest_ : found ? before.next() : before.unknown_;
     // The oldest position follows none of this run.
     unknown_ = std::max(std::min(shorter + 1, most), shared_context(log_ + run_->oldest(), query_end_));
     next_ = unknown_;
-    for (const Match& match : known_) next_ = std::max(next_, match.shared);
+    for (const Match& match : known()) next_ = std::max(next_, match.shared);
     longest_ = next_;
 }
 
 /// Know what follows the matches of the query before. False where they are too many.
-bool RunMatches::follow(const Known& before) {
+bool RunMatches::follow(std::span<const Match> before) {
     for (const auto& [position, shared] : before) {
-        if (goes_on(position)) known_.push_back({position + 1, std::min(shared + 1, kDepth)});
+        if (goes_on(position)) known_[known_count_++] = {position + 1, std::min(shared + 1, kDepth)};
     }
     return true;
 }
@@ -33,8 +33,8 @@ bool RunMatches::follow(const RunCursor& before) {
     if (before.taken().size() > kMany) return false;
     for (const Position position : before.taken()) {
         if (!goes_on(position)) continue;
-        if (known_.full()) return false;
-        known_.push_back({position + 1, shared_context(log_ + (position + 1), query_end_)});
+        if (known_count_ == known_.size()) return false;
+        known_[known_count_++] = {position + 1, shared_context(log_ + (position + 1), query_end_)};
     }
     return true;
 }
@@ -45,9 +45,9 @@ bool RunMatches::goes_on(Position position) const {
 }
 
 void RunMatches::search() {
-    for (const RunPart& part : run_->parts()) cursors_.push_back(RunCursor(log_, part, query_end_));
+    for (const RunPart& part : run_->parts()) cursors_[searched_++] = RunCursor(log_, part, query_end_);
     longest_ = next();
-    for (RunCursor& cursor : cursors_) cursor.take(taken_);
+    for (RunCursor& cursor : cursors()) cursor.take(taken_);
 }
 
 }  // namespace agentspec

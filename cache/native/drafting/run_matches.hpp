@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <span>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -28,16 +30,16 @@ public:
     int next() const {
         if (!searched()) return next_;
         int next = 0;
-        for (const RunCursor& cursor : cursors_) next = std::max(next, cursor.next());
+        for (const RunCursor& cursor : cursors()) next = std::max(next, cursor.next());
         return next;
     }
 
     /// As RunCursor::widen.
     template <class Visit>
     void widen(int length, std::uint32_t limit, Visit&& visit) {
-        if (!searched() && length > unknown_ && known_.size() <= limit) return take_known(length, visit);
+        if (!searched() && length > unknown_ && known_count_ <= limit) return take_known(length, visit);
         if (!searched()) search();
-        for (RunCursor& cursor : cursors_) cursor.widen(length, limit, visit);
+        for (RunCursor& cursor : cursors()) cursor.widen(length, limit, visit);
     }
 
 private:
@@ -45,37 +47,21 @@ private:
         Position position;
         int shared;
     };
-    /// Up to `Most` items. Memory that holds none is left alone: a draft makes hundreds of these.
-    template <class Item, std::size_t Most>
-    class Few {
-    public:
-        std::size_t size() const { return size_; }
-        Item* begin() { return items_.data(); }
-        Item* end() { return items_.data() + size_; }
-        const Item* begin() const { return items_.data(); }
-        const Item* end() const { return items_.data() + size_; }
-        bool full() const { return size_ == Most; }
-        void push_back(const Item& item) { items_[size_++] = item; }
-        void clear() { size_ = 0; }
-
-    private:
-        std::size_t size_ = 0;
-        std::array<Item, Most> items_;
-    };
-    using Known = Few<Match, 8>;
-
-    bool searched() const { return cursors_.size() > 0; }
+    bool searched() const { return searched_ > 0; }
+    std::span<const Match> known() const { return {known_.data(), known_count_}; }
+    std::span<RunCursor> cursors() { return {cursors_.data(), searched_}; }
+    std::span<const RunCursor> cursors() const { return {cursors_.data(), searched_}; }
     template <class Visit>
     void take_known(int length, Visit& visit) {
         next_ = unknown_;
-        for (const auto& [position, shared] : known_) {
+        for (const auto& [position, shared] : known()) {
             if (shared < length) next_ = std::max(next_, shared);
             if (shared >= length && shared < taken_) visit(log_[position], position, 1.0);
         }
         taken_ = length;
     }
     void search();
-    bool follow(const Known& before);
+    bool follow(std::span<const Match> before);
     bool follow(const RunCursor& before);
     bool goes_on(Position position) const;
 
@@ -86,8 +72,10 @@ private:
     int unknown_;  // upper bound of the lengths of matches that are not known
     int next_;
     int taken_ = kDepth + 1;  // known matches as long as this are taken in
-    Known known_;
-    Few<RunCursor, 3> cursors_;  // once searched, in the run's parts: more than one while it is merged
+    std::uint32_t known_count_ = 0, searched_ = 0;
+    // Memory that holds none is left alone: a draft makes hundreds of these.
+    std::array<Match, 8> known_;
+    std::array<RunCursor, 3> cursors_;  // once searched, in the run's parts: more than one while it is merged
 };
 
 }  // namespace agentspec

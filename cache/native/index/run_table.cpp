@@ -66,7 +66,7 @@ Places RunTable::around(std::uint64_t key) const {
             __builtin_prefetch(first + next - 1);
             __builtin_prefetch(first + half + next - 1);
         }
-        first += first[half - 1] < key ? half : 0;
+        first += half & -static_cast<std::size_t>(first[half - 1] < key);  // compilers make a jump of a choice
         size -= half;
     }
     const auto block = static_cast<std::uint32_t>(first - keys_.data());
