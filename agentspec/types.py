@@ -368,8 +368,8 @@ class Delta:
 
     With several choices, each has its `index` and its own last delta; the very last delta carries the totals. `extra`
     holds message fields without a name here: `tool_calls`, `reasoning` (also as `reasoning_content`), an upstream's own
-    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known. `decisions` are those of
-    a strategy, on the last delta.
+    fields. `stop_reason` is the stop string that ended the choice, if one did and it is known. `decisions` are what
+    a strategy decided since the delta before.
     """
 
     text: str = ""

@@ -95,7 +95,7 @@ def delegating(
 
 @dataclass
 class Thought:
-    """What a strategy did for one request: the deltas of its answer, the last of which has its decisions."""
+    """What a strategy did for one request: the deltas of its answer, which have its decisions."""
 
     deltas: list[Delta]
 
@@ -118,7 +118,7 @@ class Thought:
         return self.figures.ended
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return [dict(one) for one in self.deltas[-1].decisions if one["event"] in kinds]
+        return [dict(one) for delta in self.deltas for one in delta.decisions if one["event"] in kinds]
 
     @property
     def steps(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class Choice:
     stop_reason: str | None = None
     prompt: Prompt | None = None
     token_sources: list[TokenSource] = field(default_factory=list)
-    decisions: tuple[Mapping[str, Any], ...] = ()
+    decisions: list[Mapping[str, Any]] = field(default_factory=list)
     _calls: ToolCalls | None = None
     _texts: dict[str, list[str]] = field(default_factory=dict)  # further fields that come in pieces
     _values: dict[str, Any] = field(default_factory=dict)  # and those that come whole
@@ -41,8 +41,8 @@ class Choice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason or self.stop_reason
         self.prompt = delta.prompt or self.prompt
-        self.decisions = delta.decisions or self.decisions
         self.token_sources.extend(delta.token_sources)
+        self.decisions.extend(delta.decisions)
         for name, value in delta.extra.items():
             if name == "tool_calls":
                 self._calls = self._calls or ToolCalls()

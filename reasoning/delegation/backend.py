@@ -66,7 +66,8 @@ class DelegationBackend(Strategy[DelegationSettings]):
         watch = Stopwatch()
         async with aclosing(thinking.texts(lambda: self._think(thinking))) as texts:
             async for text in texts:
-                yield Delta(extra={"reasoning": text, "reasoning_content": text})  # the names that clients read
+                named = {"reasoning": text, "reasoning_content": text}  # the names that clients read
+                yield Delta(extra=named, decisions=thinking.decisions.take())
         async with aclosing(self._answer(thinking, watch)) as deltas:
             async for delta in deltas:
                 yield delta if delta.finish_reason is None else self._finished(delta, thinking, watch.seconds)
@@ -156,7 +157,7 @@ class DelegationBackend(Strategy[DelegationSettings]):
             cached_tokens=0,
             reasoning_tokens=kept + (used.reasoning_tokens or 0),
         )
-        return replace(last, usage=usage, speculation=figures, decisions=tuple(thinking.decisions.records))
+        return replace(last, usage=usage, speculation=figures, decisions=thinking.decisions.take())
 
 
 ANSWER_PATIENCE = 5  # steps of time for the answer, which is much longer than a step

@@ -33,13 +33,18 @@ class Decisions:
     """
 
     asked: bool
-    records: list[dict[str, Any]] = field(default_factory=list)
+    _new: list[dict[str, Any]] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
     def add(self, event: str, **fields: Any) -> None:
         if self.asked:
             seconds = round(time.perf_counter() - self._began, 6)
-            self.records.append({"event": event, "at": seconds, **{name: _plain(one) for name, one in fields.items()}})
+            self._new.append({"event": event, "at": seconds, **{name: _plain(one) for name, one in fields.items()}})
+
+    def take(self) -> tuple[dict[str, Any], ...]:
+        """What was decided since the last call."""
+        taken, self._new = tuple(self._new), []
+        return taken
 
 
 def _plain(value: Any) -> Any:
@@ -238,11 +243,11 @@ class Thinking:
         self.steps.append(step)
         self.kept[step.author] += step.tokens
         self.over = self.over or self._why_over()
-        await self.emit(text)
         if rejected is None:
             self.decisions.add("accepted", step=step)
         else:
             self.decisions.add("rewritten", step=step, rejected=rejected)
+        await self.emit(text)
 
     @property
     def inside_paragraph(self) -> bool:

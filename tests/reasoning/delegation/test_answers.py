@@ -179,6 +179,22 @@ def test_a_failing_base_model_ends_the_answer(settings: Any) -> None:
         thinks(settings, base=base, small=ThinkingModel(lambda thinking: "wait no\n\n" if thinking else "one\n\n"))
 
 
+def test_an_answer_that_breaks_off_has_what_was_decided_before() -> None:
+    said: list[Delta] = []
+
+    async def run() -> None:
+        small = ThinkingModel(lambda thinking: "The box holds \\boxed{4}.\n\n" if thinking else "One.\n\n")
+        base = ThinkingModel(lambda thinking: "Two.\n\n", answer=UpstreamError("gone"))
+        asked = replace(ASK, token_sources=True)
+        async for delta in delegating(specreason(), base=base, small=small).generate(asked):
+            said.append(delta)
+
+    with pytest.raises(UpstreamError, match="gone"):
+        anyio.run(run)
+    decided = [one["event"] for delta in said for one in delta.decisions]
+    assert decided == 2 * ["proposed", "scored", "accepted"]
+
+
 def test_pipelining_drafts_while_it_scores_and_cancels_what_is_rejected(measured: Any) -> None:
     def slow(word: str) -> Callable[[str], Script]:
         return lambda thinking: Answer(str(numbered(word, 4)(thinking)), first_latency=0.05)
