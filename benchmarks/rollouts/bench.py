@@ -30,12 +30,17 @@ AT_LEAST: dict[str, Make] = {
 }
 """Replayed with the smaller budget alone."""
 CHAIN, TREE = "chains cut by recent goodput", "trees cut by expected goodput"
+FIXED, FEWER, ADMITTED = "V2, 7 tokens each", "V2, fewer the more run", "V2, adaptive verification"
 ALIKE = "all samples alike"
+SCHEDULE = ((8, 7), (32, 3))  # and 1 above: `num_speculative_tokens_per_batch_size` of the guide
 TIMED: dict[str, tuple[Make, Plan]] = {
     f"{OURS}, {CHAIN}": (Cached, Plan(15, chain=True, cut="followed")),
     f"{OURS}, {CHAIN}, {ALIKE}": (Cached, Plan(15, chain=True, cut="followed", alike=True)),
     f"{OURS}, {TREE}": (Cached, Plan(32, cut="chosen")),
     f"{OURS}, {TREE}, {ALIKE}": (Cached, Plan(32, cut="chosen", alike=True)),
+    f"{OURS}, {FIXED}": (Cached, Plan(7, chain=True, cut="padded")),
+    f"{OURS}, {FEWER}": (Cached, Plan(1, chain=True, cut="padded", schedule=SCHEDULE)),
+    f"{OURS}, {ADMITTED}": (Cached, Plan(7, chain=True, cut="chosen", alike=True)),
     ORACLE: (Oracle, Plan(15)),
     ANYWHERE: (partial(Oracle, anywhere=True), Plan(15)),
 }

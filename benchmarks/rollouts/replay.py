@@ -27,7 +27,7 @@ H200 = {1: 6.51, 2: 6.57, 4: 6.73, 8: 6.85, 16: 7.05, 32: 7.24, 64: 7.82}
 """Milliseconds of a forward by its tokens, over 512 slots: Llama 3 8b in bfloat16, one H200, `agentspec bench gpu`."""
 PARTS = ("more than half running", "a half to a quarter", "less than a quarter")
 LEAST = 0.1  # vLLM's suffix_decoding_min_token_prob
-Cut = Literal["none", "followed", "chosen"]
+Cut = Literal["none", "followed", "chosen", "padded"]
 Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
 
@@ -43,14 +43,20 @@ class Plan:
     """How drafts are made: `budget` nodes at most, one chain or a tree, cut at each step by what else runs or not.
 
     "followed": as in vLLM's first runner, by the `Goodput` of recent steps; "chosen": for the highest expected goodput
-    of the step, by the local engine's governor. With `alike` a token of each sample counts the same, though the batch
-    ends with the slowest one.
+    of the step, by the local engine's governor, and as vLLM's adaptive verification does; "padded": as many tokens of
+    each sample are verified, whatever is drafted. With `alike` a token of each sample counts the same, though the batch
+    ends with the slowest one. `schedule`: samples that run at most, and the budget then.
     """
 
     budget: int
     chain: bool = False
     cut: Cut = "none"
     alike: bool = False
+    schedule: Sequence[tuple[int, int]] = ()
+
+    def tokens(self, running: int) -> int:
+        """The budget while so many samples run."""
+        return next((count for most, count in self.schedule if running <= most), self.budget)
 
 
 @dataclass(slots=True)
@@ -133,7 +139,8 @@ def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: Goodput
             gained.append(len(fresh))
             if one.at == len(one.text):
                 one.sample.close()
-        nodes = sum(map(len, drafts))
+        padded = plan.cut == "padded"
+        nodes = plan.tokens(len(running)) * len(running) if padded else sum(map(len, drafts))
         goodput.follow(gained, nodes, counted)
         counts.tokens[part] += sum(gained)
         took = float(milliseconds(len(running) + nodes))
@@ -146,10 +153,10 @@ def _decode(running: list[_Running], plan: Plan, counts: Epoch, goodput: Goodput
 
 
 def _drafts(running: Sequence[_Running], plan: Plan, goodput: Goodput, counted: Sequence[float]) -> list[Draft]:
-    floor = LEAST if plan.chain else 0.0
+    floor = LEAST if plan.chain and plan.cut in ("none", "followed") else 0.0
     leasts = [max(floor, goodput.least(share)) if plan.cut == "followed" else floor for share in counted]
     drafts = [
-        one.sample.draft(plan.budget, least, chain=plan.chain, actual=one.text[one.at :])
+        one.sample.draft(plan.tokens(len(running)), least, chain=plan.chain, actual=one.text[one.at :])
         for one, least in zip(running, leasts, strict=True)
     ]
     if plan.cut != "chosen":

@@ -6,12 +6,14 @@ python examples/rollouts/with_trl.py Qwen/Qwen2.5-0.5B-Instruct
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import ArgumentParser
 from typing import Any
 
-CONFIG = '{"method": "ngram_gpu", "num_speculative_tokens": 7}'
-os.environ.setdefault("AGENTSPEC_VLLM_SPECULATIVE_CONFIG", CONFIG)  # before vLLM starts
+FEWER = [[1, 8, 7], [9, 32, 3], [33, 64, 1]]  # the more samples run; 64 and more get 1
+CONFIG = {"method": "ngram_gpu", "num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": FEWER}
+os.environ.setdefault("AGENTSPEC_VLLM_SPECULATIVE_CONFIG", json.dumps(CONFIG))  # before vLLM starts
 
 from datasets import Dataset  # noqa: E402  # pyright: ignore[reportMissingImports]
 from prometheus_client import REGISTRY  # noqa: E402

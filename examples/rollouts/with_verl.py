@@ -11,7 +11,11 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 PROMPTS = [f"What is {first} times {second}? Answer with the number alone." for first, second in ((7, 8), (12, 9))]
-DRAFTS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:ngram_gpu,num_speculative_tokens:7}"
+FEWER = "[[1,8,7],[9,32,3],[33,64,1]]"  # the more samples run; 64 and more get 1
+DRAFTS = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config="
+    f"{{method:ngram_gpu,num_speculative_tokens:7,num_speculative_tokens_per_batch_size:{FEWER}}}"
+)
 
 
 def brevity(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:

@@ -86,7 +86,8 @@ def test_verl_takes_the_settings_of_its_example(repository: Path, served_model: 
     assert done.returncode == 0, done.stderr[-3000:]
     config = yaml.safe_load(done.stdout[done.stdout.index("actor_rollout_ref:") :])
     rollout = config["actor_rollout_ref"]["rollout"]
-    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 7}
-    assert rollout["engine_kwargs"]["vllm"]["speculative_config"] == speculative and rollout["n"] == 8
+    speculative = rollout["engine_kwargs"]["vllm"]["speculative_config"]
+    assert (speculative["method"], speculative["num_speculative_tokens"], rollout["n"]) == ("ngram_gpu", 7, 8)
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 8, 7], [9, 32, 3], [33, 64, 1]]
     assert config["reward"]["custom_reward_function"]["path"] == str(example)
     assert config["trainer"]["total_training_steps"] == 2

@@ -39,7 +39,8 @@ def replayed(recorded: Rollouts, drafter: Contender | None, plan: Plan, drifts: 
 TEXTS = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=12), min_size=1, max_size=3)
 PLANS = [
     Plan(4), Plan(4, chain=True, cut="followed"), Plan(4, chain=True, cut="followed", alike=True),
-    Plan(4, cut="chosen"), Plan(4, cut="chosen", alike=True),
+    Plan(4, cut="chosen"), Plan(4, cut="chosen", alike=True), Plan(4, chain=True, cut="padded"),
+    Plan(0, chain=True, cut="padded", schedule=[(1, 4), (2, 2)]), Plan(4, chain=True, cut="chosen"),
 ]  # fmt: skip
 
 
@@ -65,6 +66,14 @@ def test_a_batch_takes_as_long_as_its_forwards() -> None:
     (epoch, _) = replayed(rollouts([3, 4, 5], [3]), None, Plan(0))
     assert epoch.batches == [pytest.approx(6.57 + 6.51 + 6.51)]
     assert epoch.steps == {0: 2, 1: 2} and milliseconds(96) == pytest.approx(7.82 + 0.58)
+
+
+def test_what_is_padded_is_verified_whole_and_a_schedule_says_how_much() -> None:
+    (epoch, _) = replayed(rollouts([3, 4, 5], [6]), Cached(), Plan(3, chain=True, cut="padded"))
+    assert epoch.nodes == 3 * epoch.steps.total()
+    assert epoch.batches == [pytest.approx(6.85 + 6.73 * epoch.steps[1])]
+    (epoch, _) = replayed(rollouts([3, 4, 5], [6]), Cached(), Plan(0, chain=True, cut="padded", schedule=[(1, 3)]))
+    assert epoch.nodes == 3 * epoch.steps[1] and epoch.batches == [pytest.approx(6.57 + 6.73 * epoch.steps[1])]
 
 
 def test_the_same_text_again_is_drafted_whole_and_the_oracle_knows_where_it_goes_on() -> None:
