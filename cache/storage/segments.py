@@ -153,7 +153,7 @@ def load_index(file: BinaryIO, segment: Segment) -> tuple[SuffixIndex, list[int]
     """Map the index of an open segment; also returns its sequence numbers, in the order of its `meta`.
 
     The file must not change any more; it may be closed and deleted. Raises `CacheDamagedError` if it is not as it was
-    frozen, before more is allocated than its size allows, and `CacheError` if the index cannot be mapped.
+    frozen, before more is allocated than its size allows, and `CacheError` or `OSError` if it cannot be mapped.
     """
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as whole:
         if zlib.crc32(whole[segment.offset :]) != segment.checksum:

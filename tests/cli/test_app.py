@@ -155,7 +155,7 @@ def test_verify_reads_recorded_calls(program, tiny_model: Path, tmp_path: Path) 
         (("knn", "build", "empty", "--out", "empty"), "is a file"),
         (("knn", "build", "empty", "--out", "/proc/self/store"), "/proc/self cannot be written to"),
         (("kb", "build", "empty", "--out", "/proc/self/kb"), "/proc/self cannot be written to"),
-        (("kb", "build", "empty", "--out", "."), "exists and is no knowledge base"),
+        (("kb", "build", "empty", "--out", "."), "exists and is no index"),
     ],
 )
 def test_bad_paths_are_refused_before_torch_is_imported(
