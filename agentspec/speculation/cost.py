@@ -112,7 +112,7 @@ def nearest(tokens: float) -> int:
 
 
 GUESS_SECONDS = 0.03  # assumed for a one-token forward until one is measured
-LEAST_SHARE = 0.1  # of what its tokens are estimated to take, which a forward took at least
+LEAST_SHARE = 0.1  # of what its tokens are estimated to take; what context leaves of a forward tells no less of them
 SPEED_RATE = 0.2  # how fast the machine's overall speed is followed
 SPEED_CLIP = 4.0  # one measurement counts as at most this factor
 FIRST_TRIAL, LAST_TRIAL = 8, 512  # forwards of one kind in a row, with drafts or without, before one of the other
@@ -178,7 +178,8 @@ class CostModel:
         if self._curve.is_measured(tokens):  # else the estimate may be what is wrong, not the speed
             ratio = seconds / self._speed / (base + added)
             self._speed *= min(max(ratio, 1 / SPEED_CLIP), SPEED_CLIP) ** SPEED_RATE
-        self._curve.observe(tokens, max(seconds / self._speed - added, LEAST_SHARE * base))
+        if (left := seconds / self._speed - added) >= LEAST_SHARE * base:  # else the extra is wrong, and learns of it
+            self._curve.observe(tokens, left)
         if surprised:
             self._curve.doubt()
 

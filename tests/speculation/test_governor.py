@@ -214,6 +214,21 @@ def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[floa
         assert model.seconds(tokens) == pytest.approx(curve[tokens - 1], rel=0.25)
 
 
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 1e-2]))
+def test_noise_is_not_taken_for_the_cost_of_context_until_tokens_cost_nothing(seed: int, slot: float) -> None:
+    rng, model = random.Random(seed), CostModel()
+
+    def seconds(tokens: int, context: int, batch: int) -> float:
+        return 0.01 * (1 + 0.05 * (tokens - 1) + slot * context + 0.1 * (batch - 1)) * math.exp(rng.gauss(0, 0.2))
+
+    model.calibrate([(tokens, slots, seconds(tokens, slots, 1)) for tokens in (1, 8, 32) for slots in (0, 500)])
+    for _ in range(300):
+        batch = rng.choice((1, 2, 4))
+        tokens, context = batch + rng.choice((0, 0, 8, 16)), batch * rng.randint(20, 200)
+        model.observe(tokens, context, seconds(tokens, context, batch), batch)
+    assert model.seconds(1) >= 0.05 * 0.01
+
+
 @pytest.mark.parametrize("claim", [0.9, 0.5])
 def test_drafts_that_never_hit_cost_at_most_two_percent(claim: float) -> None:
     """A drafter that is always sure and always wrong, over two requests of 400 tokens each."""
