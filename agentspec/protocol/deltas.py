@@ -81,8 +81,12 @@ def to_delta(chunk: Any) -> Delta:
 
 
 def merged(last: Delta, late: Delta) -> Delta:
-    """`last` with the fields of a delta that came after the finish reason: usage, speculation, extra fields."""
-    calls = [*last.extra.get("tool_calls", ()), *late.extra.get("tool_calls", ())]
+    """`last` with what came after the finish reason: usage, speculation, further pieces of text, thoughts and calls."""
+    grown = {
+        name: last.extra[name] + piece
+        for name, piece in late.extra.items()
+        if isinstance(piece, str | list) and type(last.extra.get(name)) is type(piece)
+    }
     return replace(
         last,
         text=last.text + late.text,
@@ -90,7 +94,7 @@ def merged(last: Delta, late: Delta) -> Delta:
         logprobs=last.logprobs + late.logprobs,
         usage=late.usage or last.usage,
         speculation=late.speculation or last.speculation,
-        extra={**last.extra, **late.extra, **({"tool_calls": calls} if calls else {})},
+        extra={**last.extra, **late.extra, **grown},
     )
 
 

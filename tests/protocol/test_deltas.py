@@ -117,12 +117,13 @@ ODD_CALLS = {
 @pytest.mark.parametrize("late", [False, True], ids=["", "after the end"])
 def test_tool_calls_however_they_are_numbered(calls: list[Any], late: bool) -> None:
     numbers, answer = CallNumbers(), Accumulator()
-    deltas = [numbers.numbered(to_delta({"choices": [{"delta": {"tool_calls": one}}]})) for one in calls]
+    messages = [{"tool_calls": one, "reasoning": "hm"} for one in calls]
+    deltas = [numbers.numbered(to_delta({"choices": [{"delta": message}]})) for message in messages]
     for delta in [reduce(merged, deltas)] if late else deltas:
         answer.add(delta)
     [(_, choice)] = answer.all()
     found = [(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in choice.extra["tool_calls"]]
-    assert found == [("a", "f", "1"), ("b", "g", "2")]
+    assert found == [("a", "f", "1"), ("b", "g", "2")] and choice.extra["reasoning"] == "hm" * len(calls)
 
 
 @pytest.mark.parametrize(
