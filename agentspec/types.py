@@ -60,7 +60,8 @@ class Draft:
 
     `parents[i] < i`, and -1 means that the node continues the context itself; siblings carry distinct tokens.
     `probabilities[i]` is the probability that the whole path down to node i is accepted: it never grows along a
-    path, and its sum over the tree is the expected number of accepted tokens.
+    path, and its sum over the tree is the expected number of accepted tokens. The cache's drafts are native objects
+    with these attributes, which make an array whenever it is read.
     """
 
     tokens: NDArray[np.int32]

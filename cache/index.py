@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING
 
 from agentspec.errors import ConfigurationError
@@ -72,21 +71,14 @@ def propose_batch(jobs: Sequence[DraftJob], patience: float | None = None) -> li
 
     A draft is a tree that continues the context, likeliest paths first; at equal match length an earlier index goes
     first, and indexes of shapes are asked for what no other index offers. One that is not complete after `patience`
-    seconds is what there is of it then: its likeliest part. Raises `InvalidRequestError` for an index given twice or an
-    unknown source.
+    seconds is what there is of it then: its likeliest part. Each access to an array of a draft makes the array anew.
+    Raises `InvalidRequestError` for an index given twice or an unknown source.
     """
-    tokens, parents, probabilities, lengths, sources, sizes = _native.draft_batch(jobs, patience)
-    if len(jobs) == 1:  # slices would take as long as the call
-        return [Draft(tokens, parents, probabilities, lengths, sources)]
-    trees = starmap(slice, pairwise(accumulate(sizes, initial=0)))
-    return [Draft(tokens[it], parents[it], probabilities[it], lengths[it], sources[it]) for it in trees]
+    return _native.draft_batch(jobs, patience)  # type: ignore[return-value]  # a native tree has all that a Draft has
 
 
 are_tokens = _native.are_tokens
 """Whether an array is as `as_tokens` returns it, and not empty."""
-
-path_length = _native.path_length
-"""How many tokens of an output, from the first on, lie on a path of a draft, given its tokens and parents."""
 
 # Passages, for engines that find on the device where in them a text has got to.
 

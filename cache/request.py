@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.cache.deletion import ContentFilter, Decode
-from agentspec.cache.index import DEPTH, IndexDrafter, Sourced, path_length, propose_batch
+from agentspec.cache.index import DEPTH, Sourced, propose_batch
 from agentspec.cache.namespaces import NamespaceTable
 from agentspec.cache.partition import TRANSCRIPT, Partition, Session
 from agentspec.cache.tokens import EMPTY, SequenceRecord, Tokens, TokensLike, as_tokens, require_budget
@@ -173,10 +173,13 @@ class CacheRequest:
         self.share = share
         self._decode = decode
         self.partition = partition
+        self.drafter = partition.drafter
         self._session = session
         self._text = prompt[-DEPTH:].copy()  # the end of the prompt and the output, with room for more
+        self.context = self._text
+        """The last `DEPTH` tokens of prompt and output."""
         self._prompt_end = self._written = len(self._text)  # where the output begins, and ends so far
-        self._drafts: dict[int, Draft] = {}  # drafts not counted yet, by the place in the text where they begin
+        self._drafts: dict[int, Any] = {}  # native trees not counted yet, by the place in the text where they begin
         self._counts = dict.fromkeys(("steps", "hits", "drafted", "accepted"), 0)
         self._open = True
         self._indexes: list[Sourced] = [
@@ -186,17 +189,8 @@ class CacheRequest:
         ]
 
     @property
-    def context(self) -> Tokens:
-        """The last `DEPTH` tokens of prompt and output."""
-        return self._text[max(0, self._written - DEPTH) : self._written]
-
-    @property
     def output(self) -> Tokens:
         return self._text[self._prompt_end : self._written].copy()
-
-    @property
-    def drafter(self) -> IndexDrafter:
-        return self.partition.drafter
 
     @property
     def indexes(self) -> list[Sourced]:
@@ -220,11 +214,10 @@ class CacheRequest:
 
         Raises `InvalidRequestError` for a bad budget, `CacheClosedError` after the request or the cache was closed.
         """
-        self.require_open()
+        self._require_open()
         require_budget(max_tokens, min_probability)
         if patience is not None and not patience >= 0:
             raise InvalidRequestError(f"patience must be seconds, 0 or more, not {patience!r}", param="patience")
-        self._leave_forgotten()
         context = self.context
         if behind is not EMPTY:
             behind = as_tokens(behind, "behind")
@@ -240,9 +233,8 @@ class CacheRequest:
         Without `learn` drafts are not judged by these tokens, say because they were when another request got them.
         Raises `InvalidRequestError` unless `tokens` are token ids, `CacheClosedError` after close.
         """
-        self.require_open()
+        self._require_open()
         committed = as_tokens(tokens)
-        self._leave_forgotten()
         self._count(committed)
         end = self._written + len(committed)
         if end > len(self._text):
@@ -255,6 +247,7 @@ class CacheRequest:
             if not self._session.forgotten:
                 self._session.index.append(TRANSCRIPT, tokens)
             self._written += len(tokens)
+            self.context = self._text[max(0, self._written - DEPTH) : self._written]
         self.pool.measure(self.partition, self._session)
 
     def count_draft(self, drafted: int, accepted: int) -> None:
@@ -312,14 +305,15 @@ class CacheRequest:
     ) -> None:
         self._end(clean=error is None)
 
-    def require_open(self) -> None:
+    def _require_open(self) -> None:
         if not self._open:
             raise CacheClosedError("this cache request is closed")
         self.pool.require_open()
+        self._leave_forgotten()
 
     def _count(self, committed: Tokens) -> None:
         """Count how many of the committed tokens each registered draft that begins among them had right."""
         end = self._written + len(committed)
         for start in [start for start in self._drafts if start < end]:
             draft = self._drafts.pop(start)
-            self.count_draft(len(draft), path_length(draft.tokens, draft.parents, committed[start - self._written :]))
+            self.count_draft(len(draft), draft.path_length(committed[start - self._written :]))

@@ -20,6 +20,9 @@ EMPTY: Tokens = np.zeros(0, dtype=np.int32)
 MOST_TOKEN = 2**31 - 2
 """The highest token id: orders of contexts need one number above it."""
 
+_WHOLE = int, np.integer
+_REAL = int, float, np.floating
+
 
 class SequenceMeta(NamedTuple):
     """Metadata of a sequence in memory: its session, when it finished, its last token `end` (-1: it is empty)."""
@@ -54,8 +57,8 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
     Raises `InvalidRequestError`, with `param` set to `name`, for another dtype or shape and for ids outside
     0 .. 2^31 - 2.
     """
-    if isinstance(value, np.ndarray) and are_tokens(value):
-        return np.asarray(value, dtype=np.int32)
+    if type(value) is np.ndarray and are_tokens(value):
+        return value  # type: ignore[return-value]
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError, TypeError) as error:
@@ -75,10 +78,10 @@ def as_tokens(value: TokensLike, name: str = "tokens") -> Tokens:
 
 def require_budget(max_tokens: int, min_probability: float) -> None:
     """Raise `InvalidRequestError` unless `max_tokens` >= 0 and 0 <= `min_probability` <= 1."""
-    whole = isinstance(max_tokens, int | np.integer) and not isinstance(max_tokens, bool)
+    whole = isinstance(max_tokens, _WHOLE) and not isinstance(max_tokens, bool)
     if not whole or not 0 <= max_tokens < 1 << 63:
         raise InvalidRequestError(f"max_tokens must be an integer, 0 or more, not {max_tokens!r}", param="max_tokens")
-    if not isinstance(min_probability, int | float | np.floating) or not 0.0 <= min_probability <= 1.0:
+    if not isinstance(min_probability, _REAL) or not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(
             f"min_probability must lie between 0 and 1, not {min_probability!r}", param="min_probability"
         )

@@ -99,6 +99,7 @@ def _replay_call(response: Tokens, request: OpenRequest, budget: int, result: Re
     while at < len(response):
         start = time.thread_time()
         draft = request.draft(budget)
+        _ = draft.tokens, draft.parents  # what a target reads of it: made when it is read
         drawn = time.thread_time()
         accepted = accepted_nodes(draft, response[at:])
         committed = response[at : at + int(accepted.sum()) + 1]

@@ -69,25 +69,10 @@ std::vector<SourcedIndex> sourced(const Indexes& indexes) {
     return out;
 }
 
-/// The columns of all trees, one tree behind the other, and how many nodes each has.
-using Columns = std::tuple<Output<Token>, Output<Token>, Output<float>, Output<Token>, Output<std::uint8_t>,
-                           std::vector<std::size_t>>;
-
-Columns columns_of(std::span<const DraftTree> trees) {
-    DraftTree all;
-    std::vector<std::size_t> sizes;
-    const auto add = [](auto& column, const auto& more) { column.insert(column.end(), more.begin(), more.end()); };
-    for (const DraftTree& tree : trees) {
-        add(all.tokens, tree.tokens);
-        add(all.parents, tree.parents);
-        add(all.probabilities, tree.probabilities);
-        add(all.match_length, tree.match_length);
-        add(all.sources, tree.sources);
-        sizes.push_back(tree.tokens.size());
-    }
-    return {array_of(std::move(all.tokens)),        array_of(std::move(all.parents)),
-            array_of(std::move(all.probabilities)), array_of(std::move(all.match_length)),
-            array_of(std::move(all.sources)),       std::move(sizes)};
+/// A column of a tree, which the array keeps alive.
+template <class T>
+auto column(std::vector<T> DraftTree::* member) {
+    return [member](DraftTree& tree) { return Output<T>((tree.*member).data(), {(tree.*member).size()}); };
 }
 
 using Job = std::tuple<const Drafter*, Indexes, Input<Token>, std::size_t, double, bool>;
@@ -100,12 +85,12 @@ Deadline within(std::optional<double> patience) {
     return steady_clock::now() + duration_cast<steady_clock::duration>(seconds);
 }
 
-Columns drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
+std::vector<DraftTree> drafts_of(const std::vector<Job>& asked, std::optional<double> patience) {
     std::vector<DraftJob> jobs;
     for (const auto& [drafter, indexes, context, max_tokens, min_probability, chain] : asked) {
         jobs.push_back({drafter, sourced(indexes), view(context), max_tokens, min_probability, chain});
     }
-    return columns_of(unlocked([&] { return draft_batch(jobs, within(patience)); }));
+    return unlocked([&] { return draft_batch(jobs, within(patience)); });
 }
 
 using Search = std::tuple<Passages*, std::optional<const Drafter*>, Indexes, std::vector<Token>>;
@@ -212,12 +197,19 @@ void bind_drafter(nb::module_& m) {
             return nb::try_cast(value, array, false) && array.size() > 0 && are_tokens(view(array));
         },
         "value"_a);
-    m.def(
-        "path_length",
-        [](const Input<Token>& tokens, const Input<Token>& parents, const Input<Token>& output) {
-            return path_length(view(tokens), view(parents), view(output));
-        },
-        "tokens"_a.noconvert(), "parents"_a.noconvert(), "output"_a.noconvert());
+    nb::class_<DraftTree>(m, "DraftTree")
+        .def("__len__", [](const DraftTree& tree) { return tree.tokens.size(); })
+        .def_prop_ro("tokens", column(&DraftTree::tokens))
+        .def_prop_ro("parents", column(&DraftTree::parents))
+        .def_prop_ro("probabilities", column(&DraftTree::probabilities))
+        .def_prop_ro("match_length", column(&DraftTree::match_length))
+        .def_prop_ro("source", column(&DraftTree::sources))
+        .def(
+            "path_length",
+            [](const DraftTree& tree, const Input<Token>& output) {
+                return path_length(tree.tokens, tree.parents, view(output));
+            },
+            "output"_a.noconvert());
     m.def("draft_batch", &drafts_of, "jobs"_a, "patience"_a = nb::none());
 }
 

@@ -21,9 +21,9 @@ def test_what_is_extended_is_drafted_in_the_session_at_once(cache: SuffixCache) 
     with cache.request([1, 2, 3]) as request:
         assert len(request.draft()) == 0
         request.extend([4, 5, 6, 1, 2])
-        draft = request.draft(max_tokens=3)
-        assert draft.tokens.tolist() == [3, 4, 5]
-        assert set(draft.source.tolist()) == {Source.SESSION}
+        tokens, sources = (getattr(request.draft(max_tokens=3), name) for name in ("tokens", "source"))
+        assert tokens.tolist() == [3, 4, 5]  # arrays outlive their draft
+        assert set(sources.tolist()) == {Source.SESSION}
         request.extend(np.array([3], dtype=np.int64))
         assert request.context.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 3]
         assert request.output.tolist() == [4, 5, 6, 1, 2, 3]

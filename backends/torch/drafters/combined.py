@@ -31,13 +31,12 @@ def merge(drafts: Iterable[Draft | None]) -> Draft | None:
     rows: list[list[float]] = []
     for draft in grown:
         slots: list[int] = []
-        for i in range(len(draft)):
-            parent = int(draft.parents[i])
+        columns = draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source
+        for token, parent, probability, *rest in zip(*(column.tolist() for column in columns), strict=True):
             above = slots[parent] if parent >= 0 else -1
-            token, probability = int(draft.tokens[i]), float(draft.probabilities[i])
             node = nodes.setdefault((above, token), len(nodes))
             slots.append(node)
-            row = [token, above, probability, int(draft.match_length[i]), int(draft.source[i])]
+            row = [token, above, probability, *rest]
             if node == len(rows):
                 rows.append(row)
             elif probability > rows[node][2]:
@@ -94,11 +93,12 @@ class ConstrainedDrafter(Drafter):
         self._drafter.close()
 
     def _cut(self, draft: Draft) -> Draft:
-        nodes = self._constraint.admitted(draft.tokens.tolist(), draft.parents.tolist())
+        above = draft.parents.tolist()
+        nodes = self._constraint.admitted(draft.tokens.tolist(), above)
         if len(nodes) == len(draft):
             return draft
         place = {node: index for index, node in enumerate(nodes)}
-        parents = [place.get(int(draft.parents[node]), -1) for node in nodes]
+        parents = [place.get(above[node], -1) for node in nodes]
         return make_draft(
             draft.tokens[nodes],  # type: ignore[arg-type]
             parents,
