@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from agentspec.backends import model_store
-from agentspec.errors import ShuttingDownError
+from agentspec.errors import ConfigurationError, ShuttingDownError
 from agentspec.proxy import logs
 from agentspec.proxy.app import create_app
 from agentspec.proxy.auth import is_loopback
@@ -57,6 +57,19 @@ class GatewayServer(uvicorn.Server):
             )
         )
         app.metrics.connections(lambda: len(self.server_state.connections))
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Unlike uvicorn's, an address that cannot be had is refused before anything is loaded."""
+        host, port = self._settings.host, self._settings.port
+        if sockets is None:
+            loop = asyncio.get_running_loop()
+            try:
+                trial = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+            except OSError as error:
+                message = f"cannot listen on server.host = {host!r}, server.port = {port}: {error}"
+                raise ConfigurationError(message) from None
+            trial.close()
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike after uvicorn's, the process then ends with status 0 and not by the signal."""
