@@ -4,7 +4,7 @@ these routes, and for models of this process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from agentspec.proxy.endpoint import GatewayEndpoint, GenerationEndpoint
 from agentspec.proxy.forwarding import StreamInspector
 from agentspec.proxy.request_context import RequestContext
 from agentspec.runtime import Route
+from agentspec.types import Message
 
 TOKENIZED_CHARACTERS = 1_000_000
 CHARACTERS_PER_TOKEN = 16  # no text of a language has so many
@@ -133,15 +134,17 @@ class CountTokensEndpoint(GenerationEndpoint):
                 assert self.api.translate is not None
                 templated = await backend.server_kind() in TEMPLATED
                 chat, _ = await body.work(self.api.translate, fields, context, history, templated)
-                prompt = chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {}
-                count = await _counted(backend, context.route.upstream_model, prompt)
+                shown = chat.get("tools") or (), chat.get("chat_template_kwargs") or {}
+                said = _split(chat["messages"], begun="continue_final_message" in chat)
+                count = await _counted(backend, context.route.upstream_model, *said, *shown)
             else:
                 require_route(self.api, backend, answer)
                 settings = self.services.settings
                 [request], _ = await body.work(parse_here, self.api, fields, context, history, settings)
                 base = await self._base_of(fields["model"])
-                prompt = request.messages or (), request.tools, request.template_arguments
-                count = await _counted(base.backend, base.upstream_model, prompt)
+                said = _split(request.messages or (), begun=request.continue_final)
+                shown = request.tools, request.template_arguments
+                count = await _counted(base.backend, base.upstream_model, *said, *shown)
         await respond(answer, json_response({**self.form, "input_tokens": count}))
 
     async def _base_of(self, model: str) -> Route:
@@ -153,17 +156,25 @@ class CountTokensEndpoint(GenerationEndpoint):
         return Route(route.backend_name, backend, known or route.upstream_model)
 
 
-async def _counted(backend: Backend, model: str, prompt: tuple[Any, Any, Any]) -> int:
+def _split(messages: Sequence[Message], *, begun: bool) -> tuple[Sequence[Message], str]:
+    """The messages before the answer, and its text as far as the last of them has `begun` it."""
+    return (messages[:-1], messages[-1]["content"]) if begun else (messages, "")
+
+
+async def _counted(backend: Backend, model: str, messages: Sequence[Message], begun: str, *shown: Any) -> int:
     """The tokens of messages, tools and template arguments: of an upstream by vLLM's endpoints. Raises 404 without."""
     if isinstance(backend, OpenAIBackend):
+        side = backend.tokenizer_of(model)
         try:
-            return len(await backend.tokenizer_of(model).rendered_ids(*prompt))
+            count = len(await side.rendered_ids(messages, *shown))
+            return count + (len(await side.tokenize(begun)) if begun else 0)
         except UpstreamStatusError as error:
             if error.status in (404, 405, 501):
                 raise HTTPException(404) from None
             raise
     if not isinstance(backend, Tokenization):
         raise HTTPException(404)
-    text = await backend.render(*prompt)  # tools that the model's template cannot take are refused as for an answer
+    # Tools that the model's template cannot take are refused as for an answer.
+    text = await backend.render(messages, *shown) + begun
     check_characters(len(text), backend.capabilities.context_length, "messages")
     return len(await backend.tokenize(text))

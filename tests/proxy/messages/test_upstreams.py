@@ -252,6 +252,9 @@ def test_tokens_are_counted_where_the_upstream_can(gateway: Any, upstream: Any) 
     asked = {"model": "m", "messages": BODY["messages"], "system": "Be brief."}
     counted = post(gateway({}, settings(server.url)), asked, path)
     assert counted.json() == {"input_tokens": 4}
+    begun = asked | {"messages": [*BODY["messages"], {"role": "assistant", "content": "So"}]}
+    assert post(gateway({}, settings(server.url)), begun, path).json() == {"input_tokens": 8}
+    assert server.requests[-1].json["prompt"] == "So"
     asked_for = {"model": "m", "input": "hi", "instructions": "Be brief."}
     counted = post(gateway({}, settings(server.url)), asked_for, "/v1/responses/input_tokens")
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": 4}

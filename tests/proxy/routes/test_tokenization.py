@@ -33,6 +33,9 @@ def test_a_chat_has_the_tokens_that_its_answer_reports(url: str) -> None:
     counted = post(url, "/tokenize", **chat).json()["count"]
     assert post(url, "/v1/chat/completions", max_tokens=1, **chat).json()["usage"]["prompt_tokens"] == counted
     assert post(url, "/v1/messages/count_tokens", **chat).json() == {"input_tokens": counted}
+    chat["messages"].append({"role": "assistant", "content": "The answer is"})  # the beginning of the answer
+    counted = post(url, "/v1/messages/count_tokens", **chat).json()["input_tokens"]
+    assert post(url, "/v1/messages", max_tokens=1, **chat).json()["usage"]["input_tokens"] == counted
 
 
 @pytest.mark.parametrize(
