@@ -5,10 +5,9 @@ Nothing here looks at every tenant or namespace for a request.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, ItemsView, Iterator
+from collections.abc import Callable, Collection, ItemsView
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -140,19 +139,15 @@ class NamespaceTable:
 
     # Partitions.
 
-    @contextlib.contextmanager
-    def entered(self, namespace: Namespace) -> Iterator[Partition]:
-        """The partition of a namespace under its lock, loaded from the store if it is there."""
-        while True:
-            partition = self._find(namespace)
+    def find(self, namespace: Namespace) -> Partition:
+        """The partition of a namespace, loaded from the store if it is there; at once it may be retired again."""
+        partition = self._find(namespace)
+        if self.source and not partition.loaded:
             with partition.lock:
-                if partition.retired:  # between the two lines
-                    continue
-                if not partition.loaded and self.source:
+                if not (partition.loaded or partition.retired):
                     self.source.load(partition, self.eviction.room(), partial(self.eviction.reserve, partition))
                 self.book(partition)
-                yield partition
-                return
+        return partition
 
     def _find(self, namespace: Namespace) -> Partition:
         with self.lock:
@@ -188,13 +183,12 @@ class NamespaceTable:
         """Load a namespace before it is used, as long as there are few and memory is half empty."""
         if self._count >= AT_ONCE or 2 * self.sizes.total >= self.limit:
             return None
-        with self.entered(namespace) as partition:
-            pass
+        partition = self.find(namespace)
         self.settle(partition)
         return partition
 
     def take_used(self) -> list[Partition]:
-        """What was loaded, used or deleted from since the last call, or has open requests; for caches on disk."""
+        """What was loaded or changed since the last call, or has had open requests since; for caches on disk."""
         with self.lock:
             used = list(self._used)
             self._used = {one: None for one in used if one.sessions.busy}
@@ -224,14 +218,13 @@ class NamespaceTable:
         """Account for a partition's size. The caller holds its lock."""
         if partition.retired:
             return
-        owed = partition.reclaimable_bytes()
+        owed = partition.shared.reclaimable_bytes()
         due, size = partition.shared.merging_due, partition.memory_bytes() - owed
         with self.lock:
             self._account(partition, size, owed)
-            if self.source and not partition.retired:
+            if self.source:
                 self._used[partition] = None
-            first = due and partition not in self.due and not partition.retired
-            if first:
+            if first := due and partition not in self.due:
                 self.due[partition] = None
         if first:
             self.on_pressure()

@@ -60,10 +60,11 @@ class Session:
         Of a prompt of more than `limit` tokens only the last `limit` are kept.
         """
         kept = prompt[-limit:]
-        known = self.index.common_prefix(TRANSCRIPT, kept) if self.index.sequence_count else 0
-        if not self.index.sequence_count or known < self.index.length(TRANSCRIPT) // 2:
+        held = self.index.length(TRANSCRIPT) if self.index.sequence_count else 0
+        known = self.index.common_prefix(TRANSCRIPT, kept) if held else 0
+        if known < held // 2:
             self.index, known = SuffixIndex(), 0
-        elif known < self.index.length(TRANSCRIPT):
+        elif known < held:
             self.index.truncate(TRANSCRIPT, known)
         self.index.append(TRANSCRIPT, kept[known:])
         needed = len(kept) - min(16, len(kept) // 4)

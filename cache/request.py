@@ -80,9 +80,13 @@ class CachePool:
 
         Only the caller may use the session until `release`.
         """
-        with self.namespaces.entered(namespace) as partition:
-            partition.used_at = time.monotonic()
-            session = partition.sessions.acquire(name, prompt)
+        while True:
+            partition = self.namespaces.find(namespace)
+            with partition.lock:
+                if not partition.retired:
+                    partition.used_at = time.monotonic()
+                    session = partition.sessions.acquire(name, prompt)
+                    break
         self.count(requests=1)
         try:
             session.begin(prompt, limit=max(1, self.namespaces.tenant_limit // (2 * BYTES_PER_TOKEN)))
@@ -102,10 +106,7 @@ class CachePool:
 
     def release(self, partition: Partition, session: Session, *, keep: bool = True) -> None:
         with partition.lock:
-            if keep:
-                partition.sessions.release(session)
-            else:
-                partition.sessions.forget(session)
+            (partition.sessions.release if keep else partition.sessions.forget)(session)
         self.namespaces.settle(partition)
 
     def add_output(

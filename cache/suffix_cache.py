@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -198,7 +198,7 @@ class SuffixCache:
         `prompt` holds token ids, `CacheClosedError` after close.
         """
         tokens = as_tokens(prompt, "prompt")
-        if not isinstance(session, str | None):
+        if session is not None and not isinstance(session, str):
             raise InvalidRequestError(f"session must be a string or None, not {session!r}", param="session")
         self._pool.require_open()
         chosen = namespace_of(namespace)
@@ -377,10 +377,13 @@ def _require_bytes(*, optional: bool = False, **limits: object) -> None:
             raise ConfigurationError(f"{name} must be a positive number of bytes, not {limit!r}", param=name)
 
 
+_of_tenant = lru_cache(1024)(Namespace)
+
+
 def namespace_of(value: str | Namespace) -> Namespace:
     """The namespace, or that of the tenant. Raises `InvalidRequestError` unless all names are strings."""
     if isinstance(value, str):
-        return Namespace(value)
+        return _of_tenant(value)
     if isinstance(value, Namespace) and all(isinstance(getattr(value, one.name), str) for one in fields(value)):
         return value
     message = f"namespace must be a string or a Namespace of strings, not {value!r}"

@@ -108,7 +108,7 @@ def letters(ids: Sequence[int]) -> str:
 def rows(cache: SuffixCache, tenant: str, context: list[int]) -> list[object]:
     """The draft after a context, by a drafter that has learned nothing."""
     with cache.request(context, namespace=tenant, session="probe", store=False) as request:
-        request.partition.drafter = IndexDrafter()
+        request.drafter = IndexDrafter()
         draft = request.draft(16)
     columns = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
     return [column.tolist() for column in columns]

@@ -41,7 +41,7 @@ def known(cache: SuffixCache, numbers: range, tenant: str = "default") -> list[i
     for number in numbers:
         output = text(number, 100)
         with cache.request(output[:3], namespace=tenant, session="probe", store=False) as request:
-            request.partition.drafter = IndexDrafter()
+            request.drafter = IndexDrafter()
             if request.draft(1).tokens.tolist() == [output[3]]:
                 found.append(number)
     return found
