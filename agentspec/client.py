@@ -29,6 +29,7 @@ from agentspec.errors import (
 )
 from agentspec.protocol.forms import parse_form
 from agentspec.protocol.messages import parse_message, parse_prediction
+from agentspec.protocol.policy import StepPolicy
 from agentspec.protocol.requests import SamplingFields
 from agentspec.protocol.validation import Closed, Count
 from agentspec.runtime import Runtime
@@ -153,20 +154,19 @@ def call_of(
 ) -> GenerateRequest:
     """The request of one call: `chosen` has `SAMPLING` and `OWN`; what it leaves open is the surrounding steps'."""
     require_text(labels)
-    policy = current_policy()
+    policy, own = current_policy(), StepPolicy(store=chosen["store"], speculation=chosen["speculation"])
     prediction = chosen["prediction"]
     if not isinstance(prediction, str | None):
         prediction = parse_prediction(prediction)
     if remote and prediction is not None:  # an endpoint reads it from the body
         extra = {**extra, "prediction": {"type": "content", "content": prediction}}
-    speculation = policy.speculation if chosen["speculation"] is None else chosen["speculation"]
     return GenerateRequest(
         model=chosen["model"],
         sampling=_sampling(chosen),
         labels=labels,
         prediction=prediction,
-        speculation=speculation is not False,
-        store=chosen["store"] is not False and policy.store is not False,
+        speculation=own.inside(policy).speculation is not False,
+        store=False not in (own.store, policy.store),
         priority=policy.priority or 0,
         deadline_s=policy.deadline_s,
         early_tools=current.get().early_tools,

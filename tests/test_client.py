@@ -72,6 +72,8 @@ def test_leaving_a_stream_cancels_the_work() -> None:
         ({"base_url": "127.0.0.1:8700/v1"}, "must begin with http"),
         ({"messages": [{"role": "nobody", "content": "hi"}]}, r"messages\[0\]"),
         ({"session": 5}, "session must be a text"),
+        ({"store": "no"}, "store must be true or false"),
+        ({"speculation": "off"}, "speculation must be true or false"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_name(served: Any, options: dict[str, Any], message: str) -> None:
