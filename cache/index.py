@@ -54,8 +54,9 @@ IndexDrafter = _native.Drafter
 """Makes calibrated draft trees from matches of all lengths and indexes, and learns how reliable each kind is.
 
 `observe(indexes, context, tokens)` learns that the tokens followed the context, before any index gets them;
-`observe_end(token)` that an output ended so; `keep_ends(tokens)` forgets all other tokens that did. If a sorted run
-holds more than `scan_limit` new matches, the drafter looks at an even sample of them. `propose_batch` makes the drafts.
+`observe_end(token)` that an output ended so; `keep_ends(tokens)` forgets all other tokens that did. Of more than
+`scan_limit` new matches the drafter looks at about so many, which their positions choose: the same ones however runs
+have merged. `propose_batch` makes the drafts.
 """
 
 Sourced = tuple[SuffixIndex, int]

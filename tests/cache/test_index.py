@@ -114,7 +114,7 @@ def test_drafts_are_well_formed_whatever_is_sampled(
 
 
 def test_sampling_keeps_the_odds() -> None:
-    """Of 30 000 matches 64 a run are looked at; the odds of 3 to 1 must survive that."""
+    """Of 30 000 matches about 64 are looked at; the odds of 3 to 1 must survive that."""
     rng = np.random.default_rng(1)
     text = np.empty(60_000, dtype=np.int32)
     text[::2] = 7
@@ -123,6 +123,24 @@ def test_sampling_keeps_the_odds() -> None:
     first = draft.parents == -1
     odds = dict(zip(draft.tokens[first].tolist(), draft.probabilities[first].tolist(), strict=True))
     assert 1.5 < odds[1] / odds[2] < 6
+
+
+@given(st.integers(0, 1 << 32), st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))
+def test_drafts_do_not_depend_on_when_runs_merge(seed: int, steps: list[int], ratio: int) -> None:
+    """Though of many matches a few are looked at, some in tables, and learned from."""
+    rng = np.random.default_rng(seed)
+    at_once, later = NativeIndex(), NativeIndex(tail=20, ratio=ratio, deferred=True)
+    drafters = NativeDrafter(scan_limit=4), NativeDrafter(scan_limit=4)
+    for sequence, merged in enumerate(steps):
+        text, drafts = np.minimum(rng.geometric(0.6, rng.integers(300, 600)), 4).tolist(), []
+        for index, drafter in zip((at_once, later), drafters, strict=True):
+            drafter.observe([(index, Source.SHARED)], [1, 0], text[:8])
+            index.append(sequence, text, [1, 0])
+            drafts.append([drafter.draft([(index, Source.SHARED)], text[: n * 5], 16) for n in range(1, 5)])
+            for _ in range(merged):
+                index.merge_step()
+        for one, other in zip(*drafts, strict=True):
+            assert (one.tokens == other.tokens).all() and (one.probabilities == other.probabilities).all()
 
 
 def test_probabilities_are_honest() -> None:

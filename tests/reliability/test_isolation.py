@@ -54,10 +54,8 @@ def canary(number: int) -> Tokens:
 
 
 def fill(cache: SuffixCache, tenant: str, outputs: Iterator[Tokens]) -> None:
-    """Each output has a prompt of its own: of what follows one prompt in many outputs a draft looks at a sample, which
-    depends on what was merged in the background, and when."""
-    for number, output in enumerate(outputs):
-        with cache.request([300 + number], namespace=tenant) as request:
+    for output in outputs:
+        with cache.request([1, 2, 3], namespace=tenant) as request:
             request.extend(output)
 
 

@@ -132,7 +132,7 @@ bool LevelWalk::widen(std::size_t view) {
     const Token never = in_text() ? kBoundary : kRare;  // to be offered
     Token last = kBoundary;  // the last token offered: the next is most often the same
     std::size_t slot = 0;    // of it
-    const auto offer = [&](Token token, Position position, double weight) {
+    const auto offer = [&](Token token, Position position) {
         if (token == never || index.is_dead(position)) return;
         if (token != last) {
             last = token;
@@ -141,22 +141,23 @@ bool LevelWalk::widen(std::size_t view) {
         }
         if (slot < known) return;  // a longer match offered it
         Symbol& symbol = symbols_[slot];
-        symbol.count += weight;
+        symbol.count += 1.0;
         symbol.newest = std::max(symbol.newest, position);
     };
-    for (std::size_t r = 0; r < matches.size(); ++r) {
-        if (matches[r].next() < length_) continue;
-        const std::size_t size = index.runs()[r]->size();
-        matches[r].widen(length_, size <= SuffixIndex::kTail ? SuffixIndex::kTail : searched_->scan_limit, offer);
-    }
+    std::uint64_t fresh = 0;
+    for (RunMatches& run : matches) fresh += run.widen(length_);
+    const Share share(fresh, searched_->scan_limit);
+    for (const RunMatches& run : matches) run.visit(share, offer);
     if (symbols_.size() == known) return false;
     const LevelKey key{searched_->rated[view], length_index(length_), 0.0, static_cast<int>(symbols_.size() - known),
                        static_cast<int>(known)};
     Level level{key, static_cast<int>(view), 0, known, symbols_.size(), known};
-    for (const Symbol& symbol : symbols(level)) {
-        level.key.total += symbol.count;
+    for (Symbol& symbol : std::span(symbols_).subspan(known)) {
+        level.key.total += symbol.count;  // before each stands for several: a sum that is exact in any order
         level.newest = std::max(level.newest, symbol.newest);
+        symbol.count *= share.weight();
     }
+    level.key.total *= share.weight();
     for (std::size_t i = known; i < symbols_.size(); ++i) {
         const double here = level.weight(symbols_[i]), most = level.weight(leader(level));
         if (here > most || (here == most && symbols_[i].token < leader(level).token)) level.leader = i;

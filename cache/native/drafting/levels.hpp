@@ -64,7 +64,7 @@ struct SearchedIndexes {
     std::vector<SourcedIndex> indexes;  // of the view at the same place
     std::vector<int> rated;     // the source that its levels are rated by, likewise
     std::size_t of_text = 0;    // so many are of text
-    std::uint32_t scan_limit = 0;  // of more new matches than this in a run an even sample is looked at
+    std::uint32_t scan_limit = 0;  // of more new matches than this about so many are looked at
 };
 
 /// Walks the levels of one context, longest match first, earlier indexes first at each length, and keeps them. Levels

@@ -47,7 +47,7 @@ bool RunMatches::goes_on(Position position) const {
 void RunMatches::search() {
     for (const RunPart& part : run_->parts()) cursors_[searched_++] = RunCursor(log_, part, query_end_);
     longest_ = next();
-    for (RunCursor& cursor : cursors()) cursor.take(taken_);
+    for (RunCursor& cursor : cursors()) cursor.widen(taken_);
 }
 
 }  // namespace agentspec

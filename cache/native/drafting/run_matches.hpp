@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "index/run.hpp"
 #include "index/run_cursor.hpp"
@@ -34,12 +35,24 @@ public:
         return next;
     }
 
-    /// As RunCursor::widen.
-    template <class Visit>
-    void widen(int length, std::uint32_t limit, Visit&& visit) {
-        if (!searched() && length > unknown_ && known_count_ <= limit) return take_known(length, visit);
+    /// As RunCursor::widen; 0 too where none shares so many tokens.
+    std::uint32_t widen(int length) {
+        fresh_ = 0;
+        if (next() < length) return 0;
+        if (!searched() && length > unknown_) return take_known(length);
         if (!searched()) search();
-        for (RunCursor& cursor : cursors()) cursor.widen(length, limit, visit);
+        for (RunCursor& cursor : cursors()) fresh_ += cursor.widen(length);
+        return fresh_;
+    }
+    /// As RunCursor::visit.
+    template <class Visit>
+    void visit(const Share& share, Visit&& visit) const {
+        if (fresh_ == 0) return;
+        for (const RunCursor& cursor : cursors()) cursor.visit(share, visit);
+        if (searched()) return;
+        for (const auto& [position, shared] : known()) {
+            if (shared >= taken_ && shared < before_ && share.has(position)) visit(log_[position], position);
+        }
     }
 
 private:
@@ -51,14 +64,14 @@ private:
     std::span<const Match> known() const { return {known_.data(), known_count_}; }
     std::span<RunCursor> cursors() { return {cursors_.data(), searched_}; }
     std::span<const RunCursor> cursors() const { return {cursors_.data(), searched_}; }
-    template <class Visit>
-    void take_known(int length, Visit& visit) {
+    std::uint32_t take_known(int length) {
         next_ = unknown_;
+        before_ = std::exchange(taken_, length);
         for (const auto& [position, shared] : known()) {
             if (shared < length) next_ = std::max(next_, shared);
-            if (shared >= length && shared < taken_) visit(log_[position], position, 1.0);
+            fresh_ += shared >= length && shared < before_;
         }
-        taken_ = length;
+        return fresh_;
     }
     void search();
     bool follow(std::span<const Match> before);
@@ -71,8 +84,8 @@ private:
     int longest_;
     int unknown_;  // upper bound of the lengths of matches that are not known
     int next_;
-    int taken_ = kDepth + 1;  // known matches as long as this are taken in
-    std::uint32_t known_count_ = 0, searched_ = 0;
+    int taken_ = kDepth + 1, before_ = 0;  // known matches as long as this are taken in, and were before
+    std::uint32_t known_count_ = 0, searched_ = 0, fresh_ = 0;
     // Memory that holds none is left alone: a draft makes hundreds of these.
     std::array<Match, 8> known_;
     std::array<RunCursor, 3> cursors_;  // once searched, in the run's parts: more than one while it is merged

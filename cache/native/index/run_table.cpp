@@ -6,7 +6,8 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kShort = 256;            // runs of fewer places have no table
-constexpr std::uint32_t kWide = 128;           // places that make a token common
+constexpr std::size_t kFew = 1024;             // followers that can all be looked at
+constexpr std::uint64_t kCoarser = 16;         // so much smaller is each share that is kept
 constexpr std::size_t kLine = 8;               // keys in a line of the processor's cache
 constexpr std::size_t kDense = std::size_t{1} << 22;  // of longer runs fewer keys are kept
 
@@ -24,15 +25,7 @@ RunTable::RunTable(LogView log, std::span<const Position> run) {
         const bool first = log[run[place] - 1] == kBoundary;
         keys_.push_back(first ? lowest_key(kBoundary) : order_key(log + run[place]));
     }
-    for (std::uint32_t begin = 0, end; begin < keys_.size(); begin = end) {
-        const Token last = log[run[std::size_t{begin} * stride_] - 1];
-        for (end = begin + 1; end < keys_.size() && keys_[end] >> 32 == keys_[begin] >> 32; ++end) {
-        }
-        const Places around{begin == 0 ? 0 : (begin - 1) * stride_, beginning(end)};
-        if (last >= 0 && around.size() > kWide) add_wide(log, run, last, around);
-    }
-    wide_.shrink_to_fit();
-    followers_.shrink_to_fit();
+    keep_followers(log, run);
 }
 
 std::shared_ptr<const RunTable> RunTable::over(LogView log, std::span<const Position> run) {
@@ -44,18 +37,34 @@ const std::shared_ptr<const RunTable>& RunTable::none() {
     return empty;
 }
 
-void RunTable::add_wide(LogView log, std::span<const Position> run, Token last, Places around) {
-    const std::uint32_t low = first_at_least(log, run.data(), around, lowest_key(last));
-    const std::uint32_t high = first_at_least(log, run.data(), {low, around.high}, key_behind(last));
-    if (high - low <= kWide) return;
-    const auto begin = static_cast<std::uint32_t>(followers_.size());
-    const auto sample = [&](std::uint32_t i) { return run[low + std::uint64_t{i} * (high - low) / kSample]; };
-    for (std::uint32_t i = 0; i < kSample; ++i) __builtin_prefetch(log + sample(i));
-    for (std::uint32_t i = 0; i < kSample; ++i) followers_.push_back({log[sample(i)], sample(i)});
-    std::sort(followers_.begin() + begin, followers_.end(), [](const Follower& a, const Follower& b) {
-        return a.token != b.token ? a.token < b.token : a.position > b.position;
-    });
-    wide_.push_back({last, {low, high}, begin});
+void RunTable::keep_followers(LogView log, std::span<const Position> run) {
+    Share share(stride_, 1);
+    Followers& kept = followers_.emplace_back();
+    kept.reserve(run.size() / stride_ + run.size() / (8 * stride_) + kShort);
+    for (std::size_t place = 0; place < run.size(); ++place) {
+        if (!share.has(run[place])) continue;
+        __builtin_prefetch(log + run[place]);
+        kept.push_back({static_cast<std::uint32_t>(place), run[place], 0});
+    }
+    for (Follower& next : kept) next.token = log[next.position];
+    while (followers_.back().size() > kFew) {
+        share.below_ /= kCoarser;
+        Followers fewer;
+        std::ranges::copy_if(followers_.back(), std::back_inserter(fewer),
+                             [&](const Follower& next) { return share.has(next.position); });
+        followers_.push_back(std::move(fewer));
+    }
+    for (Followers& each : followers_) each.shrink_to_fit();
+}
+
+std::span<const RunTable::Follower> RunTable::followers(const Places& within, const Share& share) const {
+    std::uint64_t kept = Share::kAll / std::max(1u, stride_);
+    if (empty() || share.below_ > kept) return {};
+    std::size_t nth = 0;
+    while (nth + 1 < followers_.size() && share.below_ <= (kept /= kCoarser)) ++nth;
+    const auto place_of = [](const Follower& next) { return next.place; };
+    const auto low = std::ranges::lower_bound(followers_[nth], within.low, {}, place_of);
+    return {low, std::ranges::lower_bound(low, followers_[nth].end(), within.high, {}, place_of)};
 }
 
 Places RunTable::around(std::uint64_t key) const {
@@ -79,16 +88,11 @@ std::uint32_t RunTable::after(std::uint64_t key, const Places& first) const {
     return around(key + 1).high;
 }
 
-const RunTable::Wide* RunTable::wide(Token last) const {
-    const auto found = std::lower_bound(wide_.begin(), wide_.end(), last,
-                                        [](const Wide& wide, Token token) { return wide.last < token; });
-    return found != wide_.end() && found->last == last ? &*found : nullptr;
-}
-
 std::size_t RunTable::memory_bytes() const {
     if (empty()) return 0;  // of all short runs
-    return sizeof(*this) + keys_.capacity() * sizeof(keys_[0]) + wide_.capacity() * sizeof(Wide) +
-           followers_.capacity() * sizeof(Follower);
+    std::size_t total = sizeof(*this) + keys_.capacity() * sizeof(keys_[0]);
+    for (const Followers& each : followers_) total += sizeof(each) + each.capacity() * sizeof(Follower);
+    return total;
 }
 
 std::uint32_t first_at_least(LogView log, const Position* run, Places within, std::uint64_t key) {

@@ -1,4 +1,4 @@
-// Small tables over one sorted run: they narrow a search, and hold samples of what follows the commonest tokens.
+// Small tables over one sorted run: they narrow a search, and hold a share of the tokens that follow.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +15,39 @@ namespace agentspec {
 struct Places {
     std::uint32_t low, high;
     std::uint32_t size() const { return high - low; }
-    bool operator==(const Places&) const = default;
 };
 
-/// A token that followed another, one of an even sample.
-struct Follower {
-    Token token;
-    Position position;
-    bool operator==(const Follower&) const = default;
+/// Which of many matches are looked at: by their positions, so that it does not matter which runs they are in.
+class Share {
+public:
+    /// About `most` of so many matches, or all if there are no more.
+    explicit Share(std::uint64_t matches = 0, std::uint64_t most = 0)
+        : below_(matches <= most ? kAll : most * kAll / matches) {}
+    bool has(Position position) const {
+        position = (position ^ position >> 16) * 0x7feb352d;  // "lowbias32" of Wellons but for its last step
+        return (position ^ position >> 15) * 0x846ca68b < below_;
+    }
+    /// Those of the positions that it has: the same, or a copy at `room`.
+    std::span<const Position> of(std::span<const Position> positions, Position* room) const {
+        if (below_ == kAll) return positions;
+        std::size_t count = 0;
+        for (const Position position : positions) room[count] = position, count += has(position);  // without a jump
+        return {room, count};
+    }
+    /// For how many matches each that is looked at stands.
+    double weight() const { return double(kAll) / double(below_); }
+
+private:
+    friend class RunTable;
+    static constexpr std::uint64_t kAll = std::uint64_t{1} << 32;
+
+    std::uint64_t below_;  // a number as good as drawn, from 0 to kAll
 };
 
-/// A table over one run. Takes half a byte per place of the run, an eighth in very long runs, and about as much again
-/// for the commonest tokens. Building it reads few places, so it is quick over a mapped run. Empty for a short run.
+/// A table over one run. Takes half a byte per place of the run and three quarters for the tokens that follow, a
+/// quarter of this in very long runs. Empty for a short run.
 class RunTable {
 public:
-    static constexpr std::uint32_t kSample = 64;  // places looked at for the followers of a token
-
     RunTable() = default;
     RunTable(LogView log, std::span<const Position> run);
     static std::shared_ptr<const RunTable> over(LogView log, std::span<const Position> run);
@@ -44,24 +61,23 @@ public:
     /// An upper bound of the place after all places with that key; `first` are the bounds of where they begin.
     std::uint32_t after(std::uint64_t key, const Places& first) const;
 
-    /// A token that precedes many places: the token, these places, and the sample of its followers.
-    struct Wide {
-        Token last;
-        Places places;
-        std::uint32_t begin;  // of its sample among the followers
-        bool operator==(const Wide&) const = default;
+    /// A place of the run, its position, and the token there.
+    struct Follower {
+        std::uint32_t place;
+        Position position;
+        Token token;
+        bool operator==(const Follower&) const = default;
     };
-    /// nullptr for a token that is not so common.
-    const Wide* wide(Token last) const;
-    std::span<const Follower> followers(const Wide& wide) const {
-        return std::span(followers_).subspan(wide.begin, kSample);
-    }
+    /// All of a share that are among these places, and others; nothing if so large a share is not kept.
+    std::span<const Follower> followers(const Places& within, const Share& share) const;
 
     std::size_t memory_bytes() const;
     bool operator==(const RunTable&) const = default;
 
 private:
-    void add_wide(LogView log, std::span<const Position> run, Token last, Places around);
+    using Followers = PagedVector<Follower>;
+
+    void keep_followers(LogView log, std::span<const Position> run);
     /// The place where a block begins, or the run ends. In 64 bits: the last block may end behind the last position.
     std::uint32_t beginning(std::size_t block) const {
         return static_cast<std::uint32_t>(std::min<std::size_t>(block * stride_, count_));
@@ -69,8 +85,7 @@ private:
 
     std::uint32_t stride_ = 0, count_ = 0;
     PagedVector<std::uint64_t> keys_;  // of every stride_-th place
-    PagedVector<Wide> wide_;  // by token
-    PagedVector<Follower> followers_;
+    std::vector<Followers> followers_;  // a 1 / stride_ share of all, then ever sixteenth parts of that
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.

@@ -314,15 +314,16 @@ Successors SuffixIndex::successors(std::span<const Token> context) const {
     std::map<Token, std::int64_t> counts;
     Position newest = 0;
     Successors out;
-    const auto add = [&](Token token, Position position, double) {
+    const auto add = [&](Token token, Position position) {
         if (seen.is_dead(position)) return;
         ++counts[token];
         if (position > newest) out.most_recent = token, newest = position;
     };
     for (const auto& run : seen.runs()) {
         for (const RunPart& part : run->parts()) {
-            RunCursor(seen.log(), part, query.end())
-                .widen(query.length(), std::numeric_limits<std::uint32_t>::max(), add);
+            RunCursor matches(seen.log(), part, query.end());
+            matches.widen(query.length());
+            matches.visit(Share{}, add);
         }
     }
     for (const auto& [token, count] : counts) {
