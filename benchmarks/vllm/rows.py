@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -46,20 +46,21 @@ NAMESPACE = Namespace("default", "m", "t")
 class Arriving(SampledTokens):
     """Tokens that arrive when the device has computed them."""
 
-    def __init__(self, packed: torch.Tensor, spare: Any) -> None:
-        super().__init__(packed, spare)
-        self._packed, self._done, self.at = packed, Event(), 0.0
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._computing, self.at = Lock(), 0.0  # cheap to make, as the event of a GPU that is used again
+        self._computing.acquire()
 
     def arrived(self) -> bool:
-        return self._done.is_set()
+        return not self._computing.locked()
 
     def wait(self) -> None:
-        self._done.wait()
+        with self._computing:
+            pass
 
     def arrive(self) -> None:
-        self._host.copy_(self._packed)
         self.at = time.perf_counter()
-        self._done.set()
+        self._computing.release()
 
 
 class WatchedRetriever(PassageRetriever):
@@ -80,7 +81,7 @@ class WatchedRetriever(PassageRetriever):
 
     def late(self) -> set[int]:
         asked = [*self.searching, *list(self._wanted)]
-        return {request.row.number for request in asked if request.text.left < LASTING}
+        return {request.row for request in asked if request.text.left < LASTING}
 
 
 class VllmSpeculator:

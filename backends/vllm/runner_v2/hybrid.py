@@ -105,6 +105,7 @@ class HybridSpeculator(PassageSpeculator):
         self.open_cache(vllm_config, f" with the drafts of {vllm_config.speculative_config.method}")
         shape = (self.max_num_reqs, self.num_speculative_steps)
         self._choice = DrafterChoice(self.num_speculative_steps)
+        self._ends, _ = self._memory()
         self._last_ours = torch.full(shape, _NO_TOKEN, dtype=torch.int64, device=self.device)
         self._last_model = self._last_ours.clone()
         self._last_match = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)
@@ -178,15 +179,14 @@ class HybridSpeculator(PassageSpeculator):
         for row, least in zip(batch.idx_mapping_np.tolist(), enough, strict=True):
             (self._perhaps.discard if least == NEVER else self._perhaps.add)(row)
         own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
-        self._send(
-            retriever, self._noted(own, lengths, rows, sampled), requests, model.shape[1]
-        )  # first: what follows may fail
+        noted = self._noted(own, lengths, rows, sampled), self._memory()[1]
+        self._send(retriever, noted, requests, model.shape[1])  # first: what follows may fail
         self._upload(retriever)
         ours = torch.zeros_like(model)
         ends, matches, chances = self._ends, self._matches, self._chances
-        self._match(own, lengths, batch.idx_mapping, sampled, self._passages, ours, ends, matches, chances)
+        self._match(own, lengths, batch.idx_mapping, sampled, self._passages[-1], ours, ends, matches, chances)
         match = torch.where(sampled[: len(requests)] > 0, matches[: len(requests)], 0)
-        used = match >= self._to_device(torch.tensor(enough, dtype=torch.int64))
+        used = match >= self._to_device(enough)
         for kept, new in (
             (self._last_ours, ours),
             (self._last_model, model),
@@ -201,6 +201,10 @@ class HybridSpeculator(PassageSpeculator):
             theirs = self._model.draft_token_confidence_probs[: len(rows)]
             theirs.copy_(torch.where(used[:, None], confidence, theirs))
         return torch.where(used[:, None], ours, _NO_TOKEN)
+
+    def _to_device(self, values: Sequence[int]) -> torch.Tensor:
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
     @property
     def _adaptive(self) -> bool:

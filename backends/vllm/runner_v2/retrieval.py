@@ -1,7 +1,8 @@
 """The host's part: follows the outputs as they become known, records them, and retrieves passages from the cache.
 
-A thread of its own does all of this between the engine's steps. The engine's thread hands over what is on its way from
-the device, and takes the passages that are ready, in tensors as it needs them: it waits for no search.
+A thread of its own does all of this between the engine's steps, with copies from and to the device in a stream of its
+own. The engine's thread hands over what the device is about to compute, and takes the passages of all rows where there
+are newer ones on the device: it waits for no search, and copies nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -24,7 +24,7 @@ from agentspec.backends.engine_plugin.request_state import Deletions, Ending, Re
 from agentspec.backends.engine_plugin.rounds import metric
 from agentspec.backends.engine_plugin.settings import read_settings
 from agentspec.backends.vllm.proposer import ENGINE, drafts_here
-from agentspec.backends.vllm.runner_v2.passages import PassageShape
+from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape
 from agentspec.cache.index import PassageJob, Passages, find_passages
 from agentspec.cache.tokens import EMPTY, Tokens
 
@@ -48,51 +48,35 @@ class PassageRequest:
 
     __slots__ = ("choice", "drafted", "preempted", "row", "state", "text")
 
-    def __init__(self, state: RequestState, text: Passages, row: Row) -> None:
+    def __init__(self, state: RequestState, text: Passages, row: int) -> None:
         self.state, self.text, self.row = state, text, row
         self.drafted = False  # whether a draft came before its newest tokens
         self.preempted = False  # it ends here and begins again, with its output so far
         self.choice: Any = None  # what is known of its drafters, where there are several
 
 
-@dataclass(slots=True)
-class Row:
-    """The row of one request on the device, whose passages have a `place` there. Another request may get it once it is
-    `over`.
-    """
-
-    number: int
-    place: torch.Tensor
-    over: bool = False
-
-
 class Found(NamedTuple):
-    """Passages (rows, all tokens and chances), int32, for rows with these `numbers`, by a search after so many
-    deletions, and `ends` of requests.
+    """Passages on the device (rows, all tokens and chances), int32, by searches after so many deletions, and `ends` of
+    requests.
     """
 
-    rows: Sequence[Row]
-    numbers: torch.Tensor
     passages: torch.Tensor
     deletions: int
     ends: int
 
 
-Spare = deque[tuple[torch.Tensor, Any]]  # memory of the host for a copy from a GPU, and the event that ends it
+Packed = tuple[torch.Tensor, Any]  # a step's tokens on the device, and the event of a GPU that tells of their arrival
 
 
 class SampledTokens:
-    """The tokens of a step on their way to the host: row i holds their number, then the last tokens of request i.
+    """The tokens of a step that the device is about to compute: row i of `packed` holds their number, then the last
+    tokens of request i.
 
-    `spare` holds what earlier ones no longer need: pinned memory and events cost time to make.
+    `used` is what the device may read until then. `spare` gets what is no longer needed.
     """
 
-    def __init__(self, packed: torch.Tensor, spare: Spare) -> None:
-        self._spare = spare
-        self.used: list[Found] = []  # that the thread which reads the tokens is to free: it has more time
-        held = spare.pop() if spare else None
-        self._host, self._event = held if held and held[0].shape == packed.shape else _buffer(packed)
-        self._host.copy_(packed, non_blocking=True)
+    def __init__(self, packed: Packed, spare: deque[Packed], used: object) -> None:
+        (self._packed, self._event), self._spare, self._used = packed, spare, used
         if self._event is not None:
             self._event.record()
 
@@ -107,16 +91,10 @@ class SampledTokens:
         """Once they have arrived, and only once: the new tokens of so many requests, and their first `columns` columns,
         of which the first is the number of these tokens.
         """
-        rows = self._host[:requests].numpy().copy()
-        self._spare.append((self._host, self._event))
+        rows = self._packed[:requests].to("cpu", copy=True).numpy()
+        self._spare.append((self._packed, self._event))
         notes = rows[:, :columns].tolist()
         return [row[len(row) - count :] for row, (count, *_) in zip(rows, notes, strict=True)], notes
-
-
-def _buffer(packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    events: Any = torch.cuda.Event  # untyped in torch
-    host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
-    return host, events(blocking=True) if packed.is_cuda else None
 
 
 _Task = tuple[SampledTokens | None, Callable[[], object]]
@@ -135,8 +113,6 @@ class PassageRetriever(RecordingDrafter):
     ) -> None:
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
-        self.found: deque[Found] = deque()  # for the engine's thread, the newest last
-        self.pinned = False  # whether it is to lie in memory from which a GPU copies by itself
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._ends = 0  # of requests
         self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
@@ -144,7 +120,25 @@ class PassageRetriever(RecordingDrafter):
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
         self._thread.start()
 
-    def begin(self, prompt: Tokens, info: RequestInfo, row: Row, output: Tokens = EMPTY) -> PassageRequest:
+    def hold(self, rows: int, device: torch.device) -> Found:
+        """Have the passages of so many rows on the device; returns those of none. Before any request."""
+        size, on_gpu = (rows, 2 * self._shape.rows * self._shape.width), device.type == "cuda"
+        self._device, self._deletions = device, Deletions.count
+        self._held = torch.full(size, NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)  # what the device gets next
+        self._rows = self._held.numpy()
+        self.found = Found(self._held.to(device, copy=True), self._deletions, 0)  # the engine's thread may write to it
+        if on_gpu:
+            self.after(None, self._use_stream)
+        return self.found
+
+    def _use_stream(self) -> None:
+        """Have the search's thread wait for nothing on the device but its own copies, with memory for them."""
+        streams: Any = torch.cuda.Stream  # untyped in torch
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(streams(self._device))
+        self._held.to(self._device, copy=True)
+
+    def begin(self, prompt: Tokens, info: RequestInfo, row: int, output: Tokens = EMPTY) -> PassageRequest:
         """Follow a new request, or one that goes on after `output`, which has that row on the device."""
         shape = self._shape
         text = Passages(prompt, rows=shape.rows, overlap=shape.overlap, width=shape.width)
@@ -179,6 +173,7 @@ class PassageRetriever(RecordingDrafter):
     def end(self, request: PassageRequest) -> None:
         """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
         self._ends += 1
+        self._rows[request.row] = NO_TOKEN
         self._wanted.pop(request, None)
         ending = Ending.ABORTED if request.preempted else request.state.ending
         self._later.append(partial(self._recorder.end, request.state, ending))
@@ -235,16 +230,16 @@ class PassageRetriever(RecordingDrafter):
     def _find(self, requests: Sequence[PassageRequest], started: float) -> None:
         shape, deletions = self._shape, Deletions.count
         found = find_passages(list(map(self._job, requests)), shape.ahead, self._vocabulary)
-        rows = [request.row for request in requests]
-        numbers = torch.tensor([row.number for row in rows])
-        passages = torch.from_numpy(found.reshape(len(requests), -1))
-        if self.pinned:
-            numbers, passages = numbers.pin_memory(), passages.pin_memory()
-        self.found.append(Found(rows, numbers, passages, deletions, self._ends))
-        tokens = found.reshape(len(requests), 2, shape.rows, shape.width)[:, 0, :, shape.overlap :] >= 0
+        found = found.reshape(len(requests), -1)
+        if deletions != self._deletions:  # what was found before may hold deleted text
+            self._deletions = deletions
+            self._rows.fill(NO_TOKEN)
+        self._rows[[request.row for request in requests]] = found
+        self.found = Found(self._held.to(self._device, copy=True), deletions, self._ends)
+        firsts = found[:, shape.overlap : shape.rows * shape.width : shape.width]
         metric("seconds").inc(perf_counter() - started)
         metric("searches", "done").inc(len(requests))
-        metric("empty_rows").inc(int((~tokens.any(axis=(1, 2))).sum()))
+        metric("empty_rows").inc(int((firsts < 0).all(axis=1).sum()))
 
     def _job(self, request: PassageRequest) -> PassageJob:
         predicted, cache = request.state.from_prediction(self._shape.ahead), request.state.cache

@@ -1,9 +1,9 @@
 """A speculator for vLLM's Model Runner V2 that drafts from own text and from passages that the host retrieved.
 
 Mixed into vLLM's n-gram speculator, which keeps the texts of all requests on the device. Nothing here waits for the
-device or for a search: what a step sampled is copied to the host, where the retriever's thread reads it once it has
-arrived. Passages that this thread found are on the device from the next step on, until it finds others. A step costs
-the engine's thread one kernel, one copy and one message to that thread; one copy more where passages were found.
+device or for a search: the retriever's thread copies what a step sampled to the host once it is computed, and has the
+passages that it found on the device before the engine's thread gets to know of them. A step costs the latter one kernel
+and one message to that thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentspec.backends.engine_plugin.rounds import FailureLog
 from agentspec.backends.vllm.proposer import request_info, tensor_group
 from agentspec.backends.vllm.runner_v2 import matching, retrieval
 from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape, shape_for
-from agentspec.backends.vllm.runner_v2.retrieval import Found, PassageRequest, PassageRetriever, Row, SampledTokens
+from agentspec.backends.vllm.runner_v2.retrieval import Packed, PassageRequest, PassageRetriever, SampledTokens
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,6 @@ class PassageSpeculator:
         """Open the retriever, and begin without requests. Raises `ConfigurationError` and `CacheError`s."""
         self._shape = shape_for(self.num_speculative_steps)
         self._retriever = retrieval.open_retriever(vllm_config, self._shape, f"in Model Runner V2{beside}")
-        self._on_cpu = self.device.type == "cpu"  # asking torch in each step costs as much as a copy
-        if self._retriever is not None:
-            self._retriever.pinned = not self._on_cpu
         self._ranks = tensor_group()
         self._requests: dict[str, PassageRequest] = {}
         self._silent: set[PassageRequest] = set()  # for which no drafts are wanted
@@ -63,15 +60,15 @@ class PassageSpeculator:
         self.enable_adaptive_verification = bool(getattr(given, "enable_adaptive_verification", False))
         self.draft_token_confidence_probs = torch.zeros(drafts, dtype=torch.float32, device=self.device)
         self._confidence = matching.MatchConfidence(*drafts, self.device)
-        size = (self.max_num_reqs + 1, 2 * self._shape.rows * self._shape.width)  # one more for requests that are over
         self._drafts: dict[int, torch.Tensor] = {}  # the first rows of `drafts`
-        self._passages = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)  # by the runner's row
+        if self._retriever is not None:  # one row more for requests that the runner has none for
+            self._found = self._retriever.hold(self.max_num_reqs + 1, self.device)  # whose passages were taken last
+            self._passages = [self._found.passages]  # by the runner's row: what a step uses, after those before it
         self._deletions = Deletions.count  # before these were searched for
-        ends = (self.max_num_reqs, self.num_speculative_steps + 2)
-        self._ends = torch.zeros(ends, dtype=torch.int32, device=self.device)  # of texts, for the host
-        self._spare = deque[Any](maxlen=8)
-        self._used: list[Found] = []  # passages that are on the device
-        self._ended = 0  # requests; a search that knows of as many has none for a row that is over
+        self._ended = 0  # requests
+        self._over = dict[int, int]()  # rows of those that `_found` does not know to be over, with their number
+        self._spare = deque[Packed]()
+        self._spare.extend([self._memory() for _ in range(4)])  # for steps on their way, of which there are fewer
         self._matches = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device)  # before the last drafts
         self._chances = torch.zeros(drafts, dtype=torch.int32, device=self.device)  # of these
         self._match = _matcher(self, self._shape)
@@ -83,14 +80,14 @@ class PassageSpeculator:
         for new in new_requests:
             self._end(new.req_id)
             row = self.req_states.req_id_to_index.get(new.req_id, self.max_num_reqs)
-            place = self._passages[row : row + 1].fill_(NO_TOKEN)
+            self._passages[-1][row].fill_(NO_TOKEN)
             prompt, text = new.prompt_token_ids, new.prefill_token_ids
             if prompt is None or new.prompt_embeds is not None or new.sampling_params is None:
                 continue  # a prompt without token ids, or a request that generates no tokens
             with self._failures.caught():
                 whole, info = np.array(text, dtype=np.int32), request_info(new, self.max_model_len, self.seeded)
                 start, output = whole[: len(prompt)], whole[len(prompt) :]  # the latter from before it was preempted
-                request = self._retriever.begin(start, info, Row(row, place), output)
+                request = self._retriever.begin(start, info, row, output)
                 self._requests[new.req_id] = request
                 if not info.speculation:
                     self._silent.add(request)
@@ -152,11 +149,12 @@ class PassageSpeculator:
         count: int,
     ) -> None:
         requests = list(map(self._requests.get, batch.req_ids))
-        own, lengths, ends = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu, self._ends
+        own, lengths = self.req_states.all_token_ids.gpu, self.req_states.total_len.gpu
+        ends, _ = packed = self._memory()
         try:
             self._upload(retriever)
             texts = own, lengths, batch.idx_mapping, sampled
-            self._match(*texts, self._passages, drafts, ends, self._matches, self._chances)
+            self._match(*texts, self._passages[-1], drafts, ends, self._matches, self._chances)
             silent = [row for row, request in enumerate(requests) if request in self._silent] if self._silent else []
             if silent:
                 drafts[silent] = 0  # no guess
@@ -174,7 +172,7 @@ class PassageSpeculator:
             drafts.zero_()  # the runner has marked by -1 there what it did not verify, which is no token
             rows = batch.idx_mapping[: len(drafts)].long()
             ends[: len(drafts)] = matching.last_sampled(own, lengths, rows, sampled, ends.shape[1] - 1)
-        self._send(retriever, ends, requests, count)
+        self._send(retriever, packed, requests, count)
 
     def _upload(self, retriever: PassageRetriever) -> None:
         """Have the device hold the passages that were found since the last step. None that were found before text was
@@ -182,30 +180,33 @@ class PassageSpeculator:
         """
         if self._deletions != Deletions.count:
             self._deletions = Deletions.count
-            self._passages.fill_(NO_TOKEN)
+            self._passages.append(torch.full_like(self._passages[-1], NO_TOKEN))
             for request in self._requests.values():
                 retriever.after(None, partial(retriever.want, request))
-        while retriever.found:
-            self._used.append(found := retriever.found.popleft())
-            rows, numbers, passages, deletions, ends = found
-            if deletions != self._deletions:
-                continue
-            if len(rows) == 1 and not rows[0].over:
-                rows[0].place.copy_(passages, non_blocking=True)
-                continue
-            if ends != self._ended:
-                numbers = torch.tensor([self.max_num_reqs if row.over else row.number for row in rows])
-            self._passages.index_copy_(0, self._to_device(numbers), self._to_device(passages))
+        found = retriever.found
+        if found is self._found or found.deletions != self._deletions:
+            return
+        self._over = {row: ended for row, ended in self._over.items() if ended > found.ends}
+        for row in self._over:
+            found.passages[row].fill_(NO_TOKEN)
+        self._found = found
+        self._passages.append(found.passages)
 
-    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self._on_cpu else values.pin_memory().to(self.device, non_blocking=True)
+    def _memory(self) -> Packed:
+        """Memory of the device for the ends of texts in one step, and an event there."""
+        if self._spare:
+            return self._spare.pop()
+        events: Any = torch.cuda.Event  # untyped in torch
+        size = (self.max_num_reqs, self.num_speculative_steps + 2)
+        ends = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return ends, events(blocking=True) if ends.is_cuda else None
 
     def _send(
-        self, retriever: PassageRetriever, packed: torch.Tensor, requests: Sequence[PassageRequest | None], count: int
+        self, retriever: PassageRetriever, packed: Packed, requests: Sequence[PassageRequest | None], count: int
     ) -> None:
-        """Send a step's tokens to the host; `count` are drafted for the next."""
-        sampled = SampledTokens(packed, self._spare)
-        sampled.used, self._used = self._used, []
+        """Have a step's tokens read once the device has computed them; `count` are drafted for the next."""
+        sampled = SampledTokens(packed, self._spare, self._passages)
+        self._passages = self._passages[-1:]
         retriever.after(sampled, partial(self._take, retriever, sampled, requests, self.drafted))
         self.drafted = count
 
@@ -224,8 +225,8 @@ class PassageSpeculator:
     def _end(self, identity: str) -> None:
         request = self._requests.pop(identity, None)
         if request is not None and self._retriever is not None:
-            request.row.over = True
             self._ended += 1
+            self._over[request.row] = self._ended
             self._silent.discard(request)
             self._retriever.after(None, partial(self._retriever.end, request))
 

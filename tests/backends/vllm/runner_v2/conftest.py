@@ -102,8 +102,8 @@ class Late:
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     found, copying = Late(), SampledTokens.__init__
 
-    def begun(self: SampledTokens, packed: torch.Tensor, spare: Any) -> None:
-        copying(self, packed, spare)
+    def begun(self: SampledTokens, *given: Any) -> None:
+        copying(self, *given)
         found.begun(self)
 
     monkeypatch.setattr(SampledTokens, "__init__", begun)
