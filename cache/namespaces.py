@@ -231,7 +231,7 @@ class NamespaceTable:
 
     def _account(self, partition: Partition, size: int, owed: int = 0) -> None:
         tenant = self.tenants.get(partition.namespace.tenant)
-        if tenant is None or tenant.partitions.get(partition.namespace) is not partition:
+        if tenant is None or partition.retired:
             return
         tenant.sizes.add(partition.namespace, size - partition.measured)
         self.sizes.add(partition.namespace.tenant, size - partition.measured)

@@ -23,7 +23,7 @@ from agentspec.types import Draft, Namespace, Source
 ROUND = 32
 """Tokens that the drafter learns from at a time, before the session's index gets them."""
 
-_MEASURED_BYTES = 4096  # by which a session may differ from what was accounted for, while a request uses it
+_MEASURED = 1 << 15  # this part of the budget, or 4096 bytes, a session may differ by from its account during a request
 
 BYTES_PER_TOKEN = 32
 """Upper bound of the bytes that an index takes for a token, with room to merge."""
@@ -49,6 +49,7 @@ class CachePool:
         persist: Callable[[SequenceRecord], None] | None = None,
     ) -> None:
         self.namespaces = NamespaceTable(memory_bytes, tenant_memory_bytes)
+        self._measured_bytes = max(4096, self.namespaces.tenant_limit // _MEASURED)
         self._content_filter = content_filter
         self._persist = persist
         self._numbers = count() if numbers is None else numbers
@@ -87,7 +88,8 @@ class CachePool:
                     partition.used_at = time.monotonic()
                     session = partition.sessions.acquire(name, prompt)
                     break
-        self.count(requests=1)
+        with self._lock:
+            self._counts["requests"] += 1
         try:
             session.begin(prompt, limit=max(1, self.namespaces.tenant_limit // (2 * BYTES_PER_TOKEN)))
             self.measure(partition, session)
@@ -98,7 +100,7 @@ class CachePool:
 
     def measure(self, partition: Partition, session: Session) -> None:
         """Account for a session's growth, and evict if it exceeds the budget. What is little waits for `release`."""
-        if abs(session.size() - session.measured) < _MEASURED_BYTES:
+        if abs(session.size() - session.measured) < self._measured_bytes:
             return
         with partition.lock:
             partition.sessions.measure(session)
