@@ -85,20 +85,6 @@ def test_what_is_wrong_is_refused(client: openai.OpenAI, fields: dict[str, Any],
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
 
 
-def test_the_local_engine_answers_each_prompt_as_alone(tiny_model: Any, gateway: Any, closing: Any) -> None:
-    from agentspec.backends.settings import TorchSettings
-    from agentspec.backends.torch import TorchBackend
-
-    running = gateway({"m": TorchBackend.load(TorchSettings(model=str(tiny_model), max_active=4))})
-    client = closing(openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0))
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 8, "temperature": 0.0}
-    together = client.completions.create(prompt=["one", "two", "three"], **asked)
-    alone = [client.completions.create(prompt=prompt, **asked).choices[0].text for prompt in ("one", "two", "three")]
-    assert [choice.text for choice in together.choices] == alone
-    both = client.completions.create(prompt=["one", "two"], n=2, **asked)
-    assert [choice.text for choice in both.choices] == [alone[0], alone[0], alone[1], alone[1]]
-
-
 def test_prompts_without_a_free_slot_get_429(gateway: Any) -> None:
     running = gateway({"m": FakeBackend(OverloadedError("busy", retry_after=1.0))})
     answer = httpx.post(f"{running.url}/v1/completions", json={"model": "m", "prompt": ["a", "b", "c"]})
