@@ -11,7 +11,7 @@ import pytest
 
 from agentspec.errors import ConfigurationError
 from agentspec.runtime import Runtime
-from tests.proxy.upstreams import settings
+from tests.proxy.upstreams import HTTP, chats, posted, settings
 
 ANSWER = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}], "usage": null}'
 HEADERS = {"x-agentspec-session": "s1", "x-agentspec-step": "pl%C3%A4n", "content-type": "application/json"}
@@ -19,17 +19,7 @@ XARGS = {"agentspec_session": "s1", "agentspec_step": "pl\u00e4n"}
 
 
 def serve(owner: str = "vllm") -> Any:
-    """A script for an upstream of this kind that answers chats alone."""
-
-    def script(request: Any) -> None:
-        if request.method == "GET":
-            request.answer(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode())
-        elif request.target == "/v1/messages":
-            request.answer(b"{}", 404)
-        else:
-            request.answer(ANSWER)
-
-    return script
+    return chats(lambda request: request.answer(ANSWER), owner)
 
 
 def tokenizing(tokens: bytes | None) -> Any:
@@ -52,7 +42,7 @@ def post(running: Any, content: bytes, path: str = "/v1/chat/completions") -> ht
 
 
 def sent(server: Any) -> list[bytes]:
-    return [request.body for request in server.requests if request.method == "POST"]
+    return [request.body for request in posted(server)]
 
 
 def test_the_clients_own_arguments_stay(gateway: Any, upstream: Any) -> None:
@@ -74,12 +64,11 @@ def test_a_prediction_is_handed_to_the_drafter_as_token_ids(gateway: Any, upstre
     assert answer.content == ANSWER
 
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
-def ask_as(running: Any, tenant: str, **fields: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer key-of-{tenant}", "x-agentspec-session": "s1"}
-    return httpx.post(f"{running.url}/v1/chat/completions", json={**CHAT, **fields}, headers=headers, timeout=60)
+def send(running: Any, path: str = "/v1/chat/completions", body: Any = BODY, **headers: str) -> httpx.Response:
+    return HTTP.post(f"{running.url}{path}", json=body, headers=headers)
 
 
 def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream: Any, tmp_path: Path) -> None:
@@ -93,9 +82,9 @@ def test_a_gateway_does_not_start_before_an_upstream_that_takes_no_salt(upstream
 def test_an_upstream_that_cannot_be_recognised_gets_no_request(gateway: Any, upstream: Any, tmp_path: Path) -> None:
     server = upstream(lambda request: request.answer(b"", 500))
     running = gateway({}, settings(server.url, tmp_path))
-    response = ask_as(running, "alice")
+    response = send(running, authorization="Bearer key-of-alice")
     assert response.status_code == 503 and response.json()["error"]["code"] == "upstream_isolation"
-    assert not [request for request in server.requests if request.method == "POST"]
+    assert not posted(server)
 
 
 def test_request_ids_of_tenants_differ_at_an_upstream(gateway: Any, upstream: Any, tmp_path: Path) -> None:
@@ -104,8 +93,7 @@ def test_request_ids_of_tenants_differ_at_an_upstream(gateway: Any, upstream: An
     for tenant in ("alice", "bob"):
         headers = {"authorization": f"Bearer key-of-{tenant}", "x-request-id": "r1", "idempotency-key": "k1"}
         headers["x-agentspec-session"] = "s1"
-        answer = httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
-        assert answer.headers["x-request-id"] == "r1"
+        assert send(running, **headers).headers["x-request-id"] == "r1"
         sent.append([server.requests[-1].headers[name] for name in ("x-request-id", "idempotency-key")])
         session = server.requests[-1].headers["x-agentspec-session"]
         assert session == server.requests[-1].json["vllm_xargs"]["agentspec_session"] and session not in sent[0]
@@ -113,13 +101,8 @@ def test_request_ids_of_tenants_differ_at_an_upstream(gateway: Any, upstream: An
     assert not set(sent[0]) & set(sent[1]) and all(one[0].endswith("-r1") and one[1].endswith("-k1") for one in sent)
 
 
-BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 CLAUDE = {"x-claude-code-session-id": "s1", "x-claude-code-agent-id": "a1"}
 TRACE = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "a=b"}
-
-
-def send(running: Any, path: str = "/v1/chat/completions", body: Any = BODY, **headers: str) -> httpx.Response:
-    return httpx.post(f"{running.url}{path}", json=body, headers=headers, timeout=60)
 
 
 def asked(server: Any) -> Any:
