@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentspec.backends.base import Backend
-from agentspec.testing import Answer, FakeBackend
+from agentspec.testing import FakeBackend
 from agentspec.types import Delta, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -23,15 +22,6 @@ async def collect(backend: FakeBackend, request: GenerateRequest) -> list[Delta]
 
 def joined(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
-
-
-async def test_is_a_backend_and_plays_its_script_in_turn() -> None:
-    backend = FakeBackend("first one", Answer(text="second"), lambda request: f"echo {request.text}")
-    assert isinstance(backend, Backend)
-    answers = [joined(await collect(backend, ask(text))) for text in ("a", "b", "c", "d")]
-    assert answers == ["first one", "second", "echo c", "first one"]
-    assert [request.text for request in backend.requests] == ["a", "b", "c", "d"]
-    assert backend.active == 0 and backend.cancelled == []
 
 
 async def test_max_tokens_stop_ids_and_logprobs() -> None:

@@ -41,8 +41,7 @@ class Calibration:
     Until it has seen enough observations itself, it relies on the calibration `above`, if there is one.
     """
 
-    def __init__(self, fade: float = FADE, above: Calibration | None = None) -> None:
-        self._fade = fade
+    def __init__(self, above: Calibration | None = None) -> None:
         self._above = above
         self._bins: dict[tuple[int, int], list[float]] = {}
 
@@ -70,9 +69,9 @@ class Calibration:
     def fade(self) -> None:
         """Decay all counts by one round."""
         for seen in self._bins.values():
-            seen[0] *= self._fade
-            seen[1] *= self._fade
-            seen[2] *= self._fade
+            seen[0] *= FADE
+            seen[1] *= FADE
+            seen[2] *= FADE
 
 
 @dataclass(slots=True)

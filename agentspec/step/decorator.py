@@ -102,7 +102,8 @@ class _StepRun:
     def record(self) -> None:
         """Count the run, and end its span."""
         labels = self._inner.labels
-        statistics.add_run((labels.workflow, labels.step), self._seconds, failed=self._failed is not None)
+        failed = self._failed is not None
+        statistics.add((labels.workflow, labels.step), runs=1, errors=failed, seconds=self._seconds)
         if self._span is not None:
             self._span.end(self._failed)
 

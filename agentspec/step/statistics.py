@@ -57,10 +57,6 @@ class StepStatistics:
         self._rows: dict[Key, StepRow] = {}
         self._lock = threading.Lock()
 
-    def add_run(self, key: Key, seconds: float, *, failed: bool) -> None:
-        """Count one run of a step's code."""
-        self.add(key, runs=1, errors=failed, seconds=seconds)
-
     def add_call(
         self, key: Key, usage: Usage | None, speculation: Speculation | None, seconds: float, **more: float
     ) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentspec.speculation.cost import CostModel
+from agentspec.speculation.cost import CostCurve, CostModel, Floats
 from agentspec.speculation.governor import (
     CHUNKS,
     LARGE_CHUNKS,
@@ -58,7 +58,7 @@ def exhaustive(worth: list[float], costs: list[float]) -> tuple[int, float]:
 @given(st.lists(st.floats(0, 1), max_size=40), cost_curves())
 def test_a_cut_is_the_exhaustive_optimum(worth: list[float], curve: list[float]) -> None:
     worth = sorted(worth, reverse=True)
-    (count,) = allocate_budget([np.array(worth)], 1, lambda drafted: np.array(curve)[drafted])
+    (count,) = allocate_budget([worth], 1, lambda drafted: np.array(curve)[drafted])
     assert (1 + math.fsum(worth[:count])) / curve[count] == pytest.approx(exhaustive(worth, curve)[1])
 
 
@@ -212,6 +212,38 @@ def test_the_learned_curve_never_falls_and_stays_near_the_truth(curve: list[floa
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(estimates))
     for tokens in (1, 17, 49):
         assert model.seconds(tokens) == pytest.approx(curve[tokens - 1], rel=0.25)
+
+
+TOKENS = np.arange(1, 1000)
+forwards = st.tuples(st.integers(1, 30) | st.integers(1, 700), st.floats(-12, 3).map(math.exp))
+
+
+def check_curve(costs: Floats) -> None:
+    assert np.isfinite(costs).all() and (costs > 0).all()
+    assert (np.diff(costs) >= -1e-9 * costs[1:]).all()
+
+
+@example([(4, 1.0), (14, 1.0)], [(18, 8.0), (4, 4.0), (15, 8.0), (15, 1.0)])  # the mean that a line explained falls
+@example([(18, 1.0)], [(4, 2.0), (22, 4.0), (27, 2.0), (4, 4.0), (23, 4.0)])  # the line was only assumed
+@given(st.lists(forwards, min_size=1, max_size=4), st.lists(forwards, max_size=80))
+def test_any_measurements_give_a_rising_positive_curve(
+    calibrated: list[tuple[int, float]], seen: list[tuple[int, float]]
+) -> None:
+    curve = CostCurve(calibrated)
+    for tokens, seconds in seen:
+        curve.observe(tokens, seconds)
+    check_curve(curve.many(TOKENS))
+
+
+@given(st.lists(st.tuples(forwards, st.sampled_from([0, 1, 5000, 10**6]), st.integers(1, 30)), max_size=60))
+def test_any_forwards_of_several_sequences_leave_costs_positive_and_rising(
+    seen: list[tuple[tuple[int, float], int, int]],
+) -> None:
+    model = CostModel()
+    for (tokens, seconds), context, batch in seen:
+        model.observe(tokens * batch, context, seconds, batch)
+    for context, batch in ((0, 1), (3000, 1), (10**6, 30)):
+        check_curve(model.many(TOKENS, context, batch))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1e-3, 1e-2]))

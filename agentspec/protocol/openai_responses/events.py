@@ -213,8 +213,9 @@ class EventWriter(ApiWriter):
         status = self.status
         self._completed = int(time.time()) if status == "completed" else None
         for item in self._items:
+            must_not_run = isinstance(item, CallItem) and whole_arguments(item.written, self._finish) is None
             ended = status if item is self._items[-1] else "completed"
-            yield from self._end(item, "incomplete" if self._is_broken(item) else ended)
+            yield from self._end(item, "incomplete" if must_not_run else ended)
 
     def last(self) -> Iterator[Event]:
         yield self._event({"type": f"response.{self.status}", "response": self._response(self.status)})
@@ -256,10 +257,6 @@ class EventWriter(ApiWriter):
             yield from self._open(call)
         if arguments := function.get("arguments"):
             yield from self._about(call, call.add(str(arguments)))
-
-    def _is_broken(self, item: OutputItem) -> bool:
-        """Whether it is a call that must not run."""
-        return isinstance(item, CallItem) and whole_arguments(item.written, self._finish) is None
 
     def _call_item(self, id: str, chat_name: str) -> CallItem:
         """A call by the name that the tool has in the chat."""

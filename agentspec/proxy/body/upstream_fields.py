@@ -40,10 +40,6 @@ def is_inline(text: str) -> bool:
     return _head(text)[:5].lower() == "data:"
 
 
-def is_base64(text: str) -> bool:
-    return _BASE64.fullmatch(text) is not None
-
-
 def is_on(url: str, hosts: Set[str]) -> bool:
     """Whether `url` is an http or https URL on one of `hosts`: names in lower case, with `:port` for unusual ports."""
     if not hosts or not _SAFE_URL.fullmatch(url):
@@ -167,7 +163,7 @@ class UpstreamFields:
         if media and nearest in allowed.MEDIA:
             harmless = is_inline(text)
         elif media and nearest in allowed.ENCODED:
-            harmless = is_inline(text) or is_base64(text)
+            harmless = is_inline(text) or _BASE64.fullmatch(text) is not None
         elif media and nearest == "type":
             harmless = not allowed.TENSORS.fullmatch(text) or text in self._added
         else:
