@@ -134,17 +134,16 @@ class CountTokensEndpoint(GenerationEndpoint):
                 assert self.api.translate is not None
                 templated = await backend.server_kind() in TEMPLATED
                 chat, _ = await body.work(self.api.translate, fields, context, history, templated)
-                shown = chat.get("tools") or (), chat.get("chat_template_kwargs") or {}
-                said = _split(chat["messages"], begun="continue_final_message" in chat)
-                count = await _counted(backend, context.route.upstream_model, *said, *shown)
+                shown = chat["messages"], chat.get("tools") or (), chat.get("chat_template_kwargs") or {}
+                begun = "continue_final_message" in chat
+                count = await _counted(backend, context.route.upstream_model, *shown, begun=begun)
             else:
                 require_route(self.api, backend, answer)
                 settings = self.services.settings
                 [request], _ = await body.work(parse_here, self.api, fields, context, history, settings)
                 base = await self._base_of(fields["model"])
-                said = _split(request.messages or (), begun=request.continue_final)
-                shown = request.tools, request.template_arguments
-                count = await _counted(base.backend, base.upstream_model, *said, *shown)
+                shown = request.messages or (), request.tools, request.template_arguments
+                count = await _counted(base.backend, base.upstream_model, *shown, begun=request.continue_final)
         await respond(answer, json_response({**self.form, "input_tokens": count}))
 
     async def _base_of(self, model: str) -> Route:
@@ -156,18 +155,16 @@ class CountTokensEndpoint(GenerationEndpoint):
         return Route(route.backend_name, backend, known or route.upstream_model)
 
 
-def _split(messages: Sequence[Message], *, begun: bool) -> tuple[Sequence[Message], str]:
-    """The messages before the answer, and its text as far as the last of them has `begun` it."""
-    return (messages[:-1], messages[-1]["content"]) if begun else (messages, "")
-
-
-async def _counted(backend: Backend, model: str, messages: Sequence[Message], begun: str, *shown: Any) -> int:
-    """The tokens of messages, tools and template arguments: of an upstream by vLLM's endpoints. Raises 404 without."""
+async def _counted(backend: Backend, model: str, messages: Sequence[Message], *shown: Any, begun: bool) -> int:
+    """The tokens of messages, of which the last may have `begun` the answer, tools and template arguments: of an
+    upstream by vLLM's endpoints. Raises 404 without.
+    """
+    messages, beginning = (messages[:-1], messages[-1]["content"]) if begun else (messages, "")
     if isinstance(backend, OpenAIBackend):
         side = backend.tokenizer_of(model)
         try:
             count = len(await side.rendered_ids(messages, *shown))
-            return count + (len(await side.tokenize(begun)) if begun else 0)
+            return count + (len(await side.tokenize(beginning)) if beginning else 0)
         except UpstreamStatusError as error:
             if error.status in (404, 405, 501):
                 raise HTTPException(404) from None
@@ -175,6 +172,6 @@ async def _counted(backend: Backend, model: str, messages: Sequence[Message], be
     if not isinstance(backend, Tokenization):
         raise HTTPException(404)
     # Tools that the model's template cannot take are refused as for an answer.
-    text = await backend.render(messages, *shown) + begun
+    text = await backend.render(messages, *shown) + beginning
     check_characters(len(text), backend.capabilities.context_length, "messages")
     return len(await backend.tokenize(text))
