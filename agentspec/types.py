@@ -274,11 +274,9 @@ class GenerateRequest:
             raise InvalidRequestError("continue_final needs messages", param="continue_final_message")
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools need messages", param="tools")
-        if self.tool_choice not in ("auto", "none") and not self._may_call(self.tool_choice):
+        choices = ["required", *(tool["function"]["name"] for tool in self.tools)] if self.tools else []
+        if self.tool_choice not in ("auto", "none", *choices):
             raise InvalidRequestError(f"tool_choice {self.tool_choice!r} is none of the tools", param="tool_choice")
-
-    def _may_call(self, choice: str) -> bool:
-        return bool(self.tools) and choice in ("required", *(tool["function"]["name"] for tool in self.tools))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import read
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest, Speculation
 from tests.proxy.conftest import run_gateway
@@ -112,7 +112,7 @@ class Stage:
     @property
     def recorded(self) -> set[str | None]:
         """The steps of the calls that `agentspec cache replay` finds in the record."""
-        return {call.labels.step for call in read(self.record, detect(self.record))}
+        return {call.labels.step for call in read(self.record)}
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import typer
 
 from agentspec.benchmarks.cache.public_logs import LogSource
 from agentspec.cli.common import FAILED, ModelOption, command_group, plural, writable
-from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found, recorded_calls
+from agentspec.cli.recorded_files import Files, FormatOption, SkipOption, choose, found
 from agentspec.errors import ConfigurationError
+from agentspec.recordings.formats import read
 
 if TYPE_CHECKING:
     from agentspec.benchmarks.report import BenchmarkReport, Progress
@@ -322,7 +323,7 @@ def placement(
     named = [{"policy": one, "order": other} for one in policy.split(",") for other in order.split(",")]
     tried = [Scenario.read(scenario, engines=engines, sessions=sessions, rate=rate, **one) for one in named]
     on_bad, _ = choose(skip_bad, errors)
-    recorded = shapes({str(file): recorded_calls(file, format_, on_bad) for file in found(files, errors)})
+    recorded = shapes({str(file): read(file, format_, on_bad) for file in found(files, errors)})
     require_room(tried[0], recorded)
     with errors.status("starting") as status:
         tell = status.update if errors.is_terminal else errors.print  # in a log a status shows nothing, for minutes

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -22,11 +22,10 @@ from agentspec.cli.recorded_files import (
     counted,
     found,
     progress,
-    recorded_calls,
 )
 from agentspec.errors import AgentSpecError, ConfigurationError, InvalidRequestError
 from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall
-from agentspec.recordings.formats import Format
+from agentspec.recordings.formats import Format, read
 from agentspec.recordings.redaction import Redaction
 from agentspec.types import DEFAULT_TENANT
 
@@ -284,13 +283,13 @@ def import_files(
         rows: list[SequenceRecord] = []
         seen: set[_Key] = set()
         for file in found(files, console):
-            read = [
+            new = [
                 _record(one, text, tenant)
                 for one in _encoded(file, format_, text, on_bad, advance, seen, redaction.call)
             ]
-            if not read:
+            if not new:
                 console.print(f"{file}: no further answers in it", markup=False, highlight=False, soft_wrap=True)
-            rows += read
+            rows += new
         admitted = _admitted(rows, settings, text)
         what = f"storing {plural(len(admitted), 'sequence')} in {shown(folder)}"
         advance(what, 0)
@@ -308,12 +307,8 @@ def import_files(
 
 _Key = tuple[str, str]
 """The id and the content of an answer: a server may give two answers one id."""
-
-
-class _EncodedCall(NamedTuple):
-    call: RecordedCall
-    prompt: Sequence[int]
-    answer: Sequence[int]
+_EncodedCall = tuple[RecordedCall, Sequence[int], Sequence[int]]
+"""A call with the tokens of its prompt and of its answer."""
 
 
 def _encoded(
@@ -328,7 +323,7 @@ def _encoded(
     """The calls of a file, as `change` returns them, with their tokens. One without tokens is a bad line, and those
     that are `seen`, say in the file of the session that was forked, are left out.
     """
-    for recorded in counted(recorded_calls(file, format_, on_bad), str(file), advance):
+    for recorded in counted(read(file, format_, on_bad), str(file), advance):
         if recorded.id is not None:
             if (key := (str(recorded.id), repr(recorded.answer))) in seen:
                 continue
@@ -339,7 +334,7 @@ def _encoded(
         except InvalidRequestError as error:
             on_bad(BadLineError(recorded.place, error.message))
         else:
-            yield _EncodedCall(call, *tokens)
+            yield call, *tokens
 
 
 def _admitted(rows: list[SequenceRecord], settings: Settings, text: ModelText) -> list[SequenceRecord]:
@@ -391,10 +386,10 @@ def replay(
     with progress() as (console, advance):
         on_bad, bad = choose(skip_bad, console)
         seen: set[_Key] = set()
-        read = (one for file in found(files, console) for one in _encoded(file, format_, text, on_bad, advance, seen))
+        every = (one for file in found(files, console) for one in _encoded(file, format_, text, on_bad, advance, seen))
         encoded = [
-            EncodedCall(one.call.labels.session or "", as_tokens(one.prompt), as_tokens(one.answer))
-            for one in islice(read, calls)
+            EncodedCall(call.labels.session or "", as_tokens(prompt), as_tokens(answer))
+            for call, prompt, answer in islice(every, calls)
         ]
         if not encoded:
             raise ConfigurationError(f"no model calls in {', '.join(map(str, files))}")

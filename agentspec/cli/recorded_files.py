@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from agentspec.cli.common import plural
-from agentspec.recordings.calls import BadLineError, OnBad, RecordedCall, refuse
-from agentspec.recordings.formats import Format, detect, files_of, read
+from agentspec.recordings.calls import BadLineError, OnBad, refuse
+from agentspec.recordings.formats import Format, files_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +36,6 @@ def found(files: list[Path], console: Console) -> list[Path]:
         rest = f"{plural(len(unknown), 'file')} of no known format left out, such as {unknown[0]}"
         console.print(rest, markup=False, highlight=False, soft_wrap=True)
     return known
-
-
-def recorded_calls(file: Path, format_: Format | None, on_bad: OnBad) -> Iterator[RecordedCall]:
-    """The calls of a file of any format."""
-    return read(file, format_ or detect(file), on_bad)
 
 
 def choose(skip_bad: bool, console: Console) -> tuple[OnBad, list[BadLineError]]:

@@ -70,10 +70,9 @@ def verify(
 
 def _recorded(file: Path) -> list[RecordedCall]:
     """The calls of a file. Raises `AgentSpecError` for one without any."""
-    from agentspec.cli.recorded_files import recorded_calls
-    from agentspec.recordings.calls import refuse
+    from agentspec.recordings.formats import read
 
-    found = list(recorded_calls(file, None, refuse))
+    found = list(read(file))
     if not found:
         raise ConfigurationError(f"{file} holds no recorded call")
     return found

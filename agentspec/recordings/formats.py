@@ -100,8 +100,9 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
             yield child
 
 
-def read(path: Path, format_: Format, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
-    """The calls of a file in order."""
+def read(path: Path, format_: Format | None = None, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
+    """The calls of a file in order; its format is found by `detect` if it is not given."""
+    format_ = format_ or detect(path)
     sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
         Format.claude_code: lambda: read_claude_code(path, on_bad),
         Format.codex: lambda: read_codex(path, on_bad),

@@ -24,7 +24,7 @@ from agentspec.benchmarks import report
 from agentspec.benchmarks.report import Progress, names_of
 from agentspec.errors import ConfigurationError
 from agentspec.recordings.calls import RecordedCall
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import read
 from agentspec.recordings.replay import EncodedCall, replay_cache
 from agentspec.tools.history import ToolCall, ToolHistory
 from agentspec.tools.model import AT_ONCE, PER_TURN, TURN, CallForecast, CallModel, OpenForecasts, worthwhile
@@ -400,7 +400,7 @@ def run_agent_tools(
         raise ConfigurationError(f"the share of tools must lie between 0 and 1, not {share}", param="share")
     found = AgentToolsReport(share)
     for path, name in zip(paths, names_of(paths), strict=True):
-        recorded = list(read(path, detect(path)))
+        recorded = list(read(path))
         if not recorded:
             raise ConfigurationError(f"{path}: no answers in it")
         progress(f"drafting {name}")

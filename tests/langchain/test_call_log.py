@@ -11,7 +11,7 @@ from langchain_core.tools import tool
 
 from agentspec.errors import ConfigurationError, OverloadedError
 from agentspec.langchain import CallLog, ChatAgentSpec
-from agentspec.recordings.formats import detect, read
+from agentspec.recordings.formats import read
 from agentspec.runtime import Runtime
 from agentspec.step import step
 from agentspec.testing import Answer, FakeBackend
@@ -49,7 +49,7 @@ async def test_calls_are_read_back_with_their_labels(tmp_path: Path, asynchronou
         await plan(model)
     await plan(model.bind_tools([look]))
     model.invoke("a\ud800b")
-    first, second, lone = read(path, detect(path))
+    first, second, lone = read(path)
     assert lone.messages[0]["content"] == "a?b" and lone.labels.workflow is None  # of a lone surrogate
     assert first.labels == second.labels == Labels("s1", "trip", "plan")
     assert (first.messages, first.answer["content"]) == ([{"role": "user", "content": "Rome?"}], "sunny")

@@ -176,12 +176,10 @@ def _new_messages(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages = [message for message in given if isinstance(message, Mapping)]
-    last = next((at for at in reversed(range(len(messages))) if _is_answer(messages[at])), -1)
-    return [dict(message) for message in messages[last + 1 :]]
-
-
-def _is_answer(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant" or message.get("type") == "function_call"
+    answers = (
+        at for at, one in enumerate(messages) if one.get("role") == "assistant" or one.get("type") == "function_call"
+    )
+    return [dict(message) for message in messages[max(answers, default=-1) + 1 :]]
 
 
 @dataclass(slots=True)
