@@ -8,6 +8,8 @@ namespace {
 
 constexpr auto kBoundaryHalf = static_cast<std::uint32_t>(kBoundary);
 
+constexpr std::size_t kFew = 12;  // contexts that are sorted sooner as they are than by keys
+
 constexpr std::uint64_t kSigns = 0x8000000080000000;  // flips two signs: boundaries sort below tokens
 
 bool holds_boundary(std::uint64_t pair) {
@@ -28,9 +30,15 @@ struct Keyed {
     bool operator<(const Keyed& other) const { return key != other.key ? key < other.key : position < other.position; }
 };
 
-/// Sort contexts that share `depth` tokens by the next pair, then groups of equal pairs by what comes after: linear in
-/// the number of equal contexts, however long they are. What lies beyond a boundary is kept out of the key.
+/// Sort contexts that share `depth` tokens: a few by comparing them, more by the next pair, then groups of equal pairs
+/// by what comes after: linear in the number of equal contexts, however long they are. What lies beyond a boundary is
+/// kept out of the key.
 void sort_from(LogView log, std::span<Keyed> items, int depth) {
+    const auto before = [=](const Keyed& a, const Keyed& b) {
+        const int order = compare_contexts(log + a.position, log + b.position, depth);
+        return order != 0 ? order < 0 : a.position < b.position;
+    };
+    if (items.size() <= kFew) return std::sort(items.begin(), items.end(), before);
     for (Keyed& item : items) {
         const std::uint64_t pair = pair_before(log + item.position - depth);
         const bool ended = static_cast<std::uint32_t>(pair >> 32) == kBoundaryHalf;
@@ -77,13 +85,11 @@ int compare_contexts(const Token* a, const Token* b, int known) {
 }
 
 Positions sort_positions(LogView log, std::span<const Position> positions) {
-    std::vector<Keyed> keyed;
-    keyed.reserve(positions.size());
-    for (const Position position : positions) keyed.push_back({0, position});
+    std::vector<Keyed> keyed(positions.size());
+    std::ranges::transform(positions, keyed.begin(), [](Position position) { return Keyed{0, position}; });
     sort_from(log, keyed, 0);
-    Positions sorted;
-    sorted.reserve(keyed.size());
-    for (const Keyed& item : keyed) sorted.push_back(item.position);
+    Positions sorted(keyed.size());
+    std::ranges::transform(keyed, sorted.begin(), &Keyed::position);
     return sorted;
 }
 
