@@ -186,13 +186,10 @@ class HybridSpeculator(PassageSpeculator):
         ends, matches, chances = self._ends, self._matches, self._chances
         self._match(own, lengths, batch.idx_mapping, sampled, self._passages[-1], ours, ends, matches, chances)
         match = torch.where(sampled[: len(requests)] > 0, matches[: len(requests)], 0)
-        used = match >= self._to_device(enough)
-        for kept, new in (
-            (self._last_ours, ours),
-            (self._last_model, model),
-            (self._last_match, match),
-            (self._last_count, drafted),
-        ):
+        needed = torch.tensor(enough, pin_memory=self.device.type == "cuda")
+        used = match >= needed.to(self.device, non_blocking=True)
+        last = self._last_ours, self._last_model, self._last_match, self._last_count
+        for kept, new in zip(last, (ours, model, match, drafted), strict=True):
             kept.index_copy_(0, rows, new.to(kept.dtype))
         if self._adaptive:
             texts = rows, lengths.index_select(0, rows)
@@ -201,10 +198,6 @@ class HybridSpeculator(PassageSpeculator):
             theirs = self._model.draft_token_confidence_probs[: len(rows)]
             theirs.copy_(torch.where(used[:, None], confidence, theirs))
         return torch.where(used[:, None], ours, _NO_TOKEN)
-
-    def _to_device(self, values: Sequence[int]) -> torch.Tensor:
-        on_gpu = self.device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
     @property
     def _adaptive(self) -> bool:

@@ -8,11 +8,13 @@ are newer ones on the device: it waits for no search, and copies nothing.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from random import random
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from agentspec.backends.vllm.runner_v2.passages import NO_TOKEN, PassageShape
 from agentspec.cache.index import PassageJob, Passages, find_passages
 from agentspec.cache.tokens import EMPTY, Tokens
 
+SEARCHED = 8 * (os.cpu_count() or 1)  # requests at once; others are searched for once the device has what these get
 logger = logging.getLogger(__name__)
 
 
@@ -56,9 +59,7 @@ class PassageRequest:
 
 
 class Found(NamedTuple):
-    """Passages on the device (rows, all tokens and chances), int32, by searches after so many deletions, and `ends` of
-    requests.
-    """
+    """Passages on the device (rows, all tokens and chances), int32, after so many deletions and ends of requests."""
 
     passages: torch.Tensor
     deletions: int
@@ -113,9 +114,10 @@ class PassageRetriever(RecordingDrafter):
     ) -> None:
         super().__init__(open_cache, vocabulary, on_close=on_close)
         self._shape = shape
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks = deque[_Task]()
+        self._told: SimpleQueue[bool] = SimpleQueue()  # of each that there is one, or that there are no more
         self._ends = 0  # of requests
-        self._wanted: dict[PassageRequest, None] = {}  # that are searched for next, in this order
+        self._wanted = dict[PassageRequest, int]()  # to be searched for; the tokens that their passages have left
         self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
         self._thread.start()
@@ -150,7 +152,8 @@ class PassageRetriever(RecordingDrafter):
 
     def after(self, tokens: SampledTokens | None, act: Callable[[], object]) -> None:
         """Have the search's thread do something once `tokens` have arrived and what it was given before is done."""
-        self._tasks.put((tokens, act))
+        self._tasks.append((tokens, act))
+        self._told.put(True)
 
     def advance(self, outputs: Iterable[tuple[PassageRequest, Tokens]], drafted: int = 0) -> None:
         """Take in new tokens of outputs: all but the last one of each are accepted ones of `drafted` tokens, if a draft
@@ -166,8 +169,8 @@ class PassageRetriever(RecordingDrafter):
             updates.append(OutputUpdate(state, state.advance(fresh), count, accepted, state.source))
             request.drafted = True
             request.text.advance(fresh)
-            if request.text.left < self._shape.least:
-                self.want(request)
+            if (left := request.text.left) < self._shape.least:
+                self.want(request, left)
         self._later.append(partial(self._recorder.extend, updates))
 
     def end(self, request: PassageRequest) -> None:
@@ -186,46 +189,50 @@ class PassageRetriever(RecordingDrafter):
 
     def close(self) -> None:
         """Record all tokens that were sampled, in at most `CLOSE_SECONDS` each, then stop. Idempotent."""
-        self._tasks.put(None)
+        self._told.put(False)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("agentspec: the last tokens did not arrive within %.0f s", CLOSE_SECONDS)
         super().close()
 
     def _work(self) -> None:
-        task = self._tasks.get()
-        while task is not None:
-            tokens, act = task
+        while self._told.get():
+            tokens, act = self._tasks.popleft()
             with self._failures.caught():
                 if tokens is not None:
                     tokens.wait()
                 act()
-            if more := not self._tasks.empty():
-                task = self._tasks.get()
-            if not more or task is None or (task[0] is not None and not task[0].arrived()):
+            if not self._due():
                 self._search()
-            if not more:
-                task = self._tasks.get()
+
+    def _due(self) -> bool:
+        """Whether there is a task that need not wait for its tokens."""
+        return bool(self._tasks) and ((tokens := self._tasks[0][0]) is None or tokens.arrived())
 
     def _resume(self, request: PassageRequest, output: Tokens) -> None:
         self.advance([(request, output)])
         request.drafted = False
 
-    def want(self, request: PassageRequest) -> None:
-        """Search for the request next. In the search's thread."""
+    def want(self, request: PassageRequest, left: int = 0) -> None:
+        """Search for the request, whose passages have so many tokens left. In the search's thread."""
         if request.state.drafts:
-            self._wanted[request] = None
+            self._wanted[request] = left
 
     def _search(self) -> None:
-        """Find passages for all requests whose own are used up or differ from the text, then have it recorded."""
-        started, requests = perf_counter(), list(self._wanted)
-        self._wanted.clear()
-        if requests:
+        """Find passages until a task is due, then have it recorded: for requests with the fewest tokens left first, of
+        equals in any order, so that no row of a batch is always the last.
+        """
+        while self._wanted:
+            started, order = perf_counter(), lambda request: (self._wanted[request], random())
+            requests = sorted(self._wanted, key=order)[:SEARCHED]
+            for request in requests:
+                del self._wanted[request]
             with self._failures.caught():
                 self._find(requests, started)
-        later, self._later = self._later, []
-        for act in later:
-            act()
+            if self._due():
+                break
+        while self._later:
+            self._later.pop(0)()
 
     def _find(self, requests: Sequence[PassageRequest], started: float) -> None:
         shape, deletions = self._shape, Deletions.count

@@ -171,10 +171,12 @@ class Gate:
 
     def __init__(self, retriever: retrieval.PassageRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
         self._retriever, self._search = retriever, retrieval.find_passages
+        self.left: list[list[int]] = []  # tokens that what is searched for had left
         self.waits, self._go = threading.Semaphore(0), threading.Semaphore(0)
         monkeypatch.setattr(retrieval, "find_passages", self._find)
 
     def _find(self, *asked: Any) -> Any:
+        self.left.append([passages.left for passages, *_ in asked[0]])
         self.waits.release()
         return self._go.acquire(timeout=60) and self._search(*asked)
 
@@ -322,6 +324,48 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(
     late.steps = 0
     runner.settle()
     assert recorded(cache) == [] and learn(runner, late) == len(ANSWER)
+
+
+def test_what_was_forgotten_is_gone_while_others_are_searched_for(
+    runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = runner.speculator._retriever
+    assert retriever is not None
+    learn(runner, late)
+    for name in "ab":
+        runner.begin(name, PROMPT, ANSWER)
+    for _ in range(2):
+        runner.step()
+    monkeypatch.setattr(retrieval, "SEARCHED", 1)
+    gate = Gate(retriever, monkeypatch)
+    monkeypatch.setattr(runner, "settle", lambda: None)
+    cache.forget(tenant="default")
+    runner.step()
+    gate.let_through()
+    runner.step()
+    for name in "ab":
+        assert not set(runner.drafts[name]) & set(ANSWER[len(runner.outputs[name]) :])
+    gate.open()
+
+
+def test_who_has_the_fewest_tokens_left_is_searched_for_first(
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = runner.speculator._retriever
+    assert retriever is not None
+    learn(runner, late)
+    runner.begin("known", PROMPT, ANSWER)
+    runner.begin("new", text(8, 20), text(9, 200))
+    while len(runner.outputs["known"]) < len(ANSWER) // 2:
+        runner.step()
+    monkeypatch.setattr(retrieval, "SEARCHED", 1)
+    gate = Gate(retriever, monkeypatch)
+    monkeypatch.setattr(runner, "settle", lambda: None)
+    runner.step()
+    for _ in range(2):
+        gate.let_through()
+    assert gate.left[0] == [0] < gate.left[1]
+    gate.open()
 
 
 @pytest.mark.parametrize("requests", [400, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
