@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from agentspec.proxy.app import create_app
 from agentspec.proxy.serving import GatewayServer
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ServerSettings
+from agentspec.settings.server import ApiKey, ServerSettings
 
 COMPLETIONS = "/v1/chat/completions"
 
@@ -80,6 +81,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
         time.sleep(0.005)
+
+
+def key_files(folder: Path, *tenants: str, operator: str | None = None) -> tuple[ApiKey, ...]:
+    """The key `key-of-NAME` of each tenant, and of an operator who has that name."""
+    keys = [ApiKey(tenant=name, key_file=folder / name) for name in tenants]
+    keys += [ApiKey(tenant=operator, role="operator", key_file=folder / operator)] if operator else []
+    for key in keys:
+        (folder / key.tenant).write_text(f"key-of-{key.tenant}")
+    return tuple(keys)
 
 
 StartGateway = Callable[..., Running]

@@ -11,7 +11,8 @@ import httpx
 
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from agentspec.settings.server import ServerSettings
+from tests.proxy.conftest import key_files
 
 # Shared: a client of its own costs more than a request.
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -20,11 +21,7 @@ Script = Callable[[Any], None]
 
 def settings(url: str, folder: Path | None = None, **backend: Any) -> Settings:
     """A gateway of two tenants if `folder` is given, else without keys."""
-    keys: tuple[ApiKey, ...] = ()
-    if folder is not None:
-        for tenant in ("alice", "bob"):
-            (folder / tenant).write_text(f"key-of-{tenant}")
-        keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
+    keys = () if folder is None else key_files(folder, "alice", "bob")
     up = OpenAISettings(base_url=url, **backend)  # type: ignore[arg-type]
     models = {"m": ModelSettings(backend="up")}
     return Settings(server=ServerSettings(api_keys=keys), backends={"up": up}, models=models)

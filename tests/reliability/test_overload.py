@@ -23,8 +23,9 @@ from agentspec.backends.settings import OpenAISettings
 from agentspec.proxy.app import create_app
 from agentspec.runtime import Runtime
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ApiKey, ServerSettings, TenantLimits
+from agentspec.settings.server import ServerSettings, TenantLimits
 from agentspec.testing import FakeBackend
+from tests.proxy.conftest import key_files
 
 pytestmark = pytest.mark.reliability
 
@@ -50,10 +51,7 @@ class Gateway:
     """The whole gateway, called without a server."""
 
     def __init__(self, folder: Path, tenants: dict[str, TenantLimits], **server: Any) -> None:
-        for name in tenants:
-            (folder / name).write_text(f"key-of-{name}")
-        keys = tuple(ApiKey(tenant=name, key_file=folder / name) for name in tenants)
-        places = {"max_concurrent": PLACES, **server}
+        keys, places = key_files(folder, *tenants), {"max_concurrent": PLACES, **server}
         settings = Settings(server=ServerSettings(api_keys=keys, tenants=tenants, **places), backends={})
         self.backend = FakeBackend("ok", latency=SECONDS / 2)  # a word and the end
         self.runtime = Runtime(settings, backends={"m": self.backend})

@@ -17,6 +17,7 @@ import pytest
 from agentspec.backends.settings import OpenAISettings
 from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
+from tests.proxy.conftest import key_files
 
 pytestmark = pytest.mark.reliability
 MODEL = "m"
@@ -257,10 +258,7 @@ def test_u9_answers_that_trickle_hold_up_no_other_tenant(
             request.send(WHOLE[at : at + 1])
             go.wait(1)
 
-    for tenant in ("slow", "other"):
-        (tmp_path / tenant).write_text(f"key-of-{tenant}")
-    keys = tuple(ApiKey(tenant=tenant, key_file=tmp_path / tenant) for tenant in ("slow", "other"))
-    server = {"api_keys": keys, "max_concurrent": 2 * count}
+    server = {"api_keys": key_files(tmp_path, "slow", "other"), "max_concurrent": 2 * count}
     running = gateway({}, settings(upstream(script).url, server, server_kind="other", shared_upstream=True))
 
     def ask(tenant: str, stream: bool) -> httpx.Response:

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from agentspec.cache.settings import CacheSettings
 from agentspec.errors import CacheUnavailableError
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from agentspec.settings.server import ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import GenerateRequest
+from tests.proxy.conftest import key_files
+from tests.proxy.upstreams import HTTP
 
-# Shared: a client of its own costs more than a request.
-HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 MODEL = "fake"
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 
@@ -43,10 +42,8 @@ def running(shared_gateway: Any, backend: FakeBackend, tmp_path_factory: pytest.
 
 
 def two_tenants(folder: Path, **cache: Any) -> Settings:
-    for tenant in ("alice", "bob"):
-        (folder / tenant).write_text(f"key-of-{tenant}")
-    keys = tuple(ApiKey(tenant=tenant, key_file=folder / tenant) for tenant in ("alice", "bob"))
-    return Settings(server=ServerSettings(api_keys=keys), cache=CacheSettings(**cache), backends={})
+    server = ServerSettings(api_keys=key_files(folder, "alice", "bob"))
+    return Settings(server=server, cache=CacheSettings(**cache), backends={})
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from agentspec.settings.load import ModelSettings, Settings
 from agentspec.settings.server import ApiKey, ServerSettings
 from agentspec.testing import Answer, FakeBackend
 from agentspec.types import Speculation, Usage
+from tests.proxy.conftest import key_files
 
-ROLES = {"alpha": "tenant", "beta": "tenant", "watch": "operator"}
 HOSTILE = "<img src=x onerror=alert(1)>"
 DATA = ("/ui/data/now", "/ui/data/workflows", "/ui/data/cache")
 DELEGATED = StepSpeculation(accepted=30, steps=4, kept_tokens={"small": 30, "base": 10}, estimated_seconds_saved=1.5)
@@ -43,10 +43,7 @@ def ask(url: str, headers: dict[str, str] | None = None, *, status: int = 200, *
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[ApiKey, ...]:
     """Two tenants' keys and an operator's."""
-    folder = tmp_path_factory.mktemp("keys")
-    for name in ROLES:
-        (folder / name).write_text(f"key-of-{name}")
-    return tuple(ApiKey(tenant=name, role=role, key_file=folder / name) for name, role in ROLES.items())  # type: ignore[arg-type]
+    return key_files(tmp_path_factory.mktemp("keys"), "alpha", "beta", operator="watch")
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from agentspec.cache.settings import CacheSettings
 from agentspec.cache.stored import StoredResponse
 from agentspec.reasoning.settings import SpecReasonSettings
 from agentspec.settings.load import Settings
-from agentspec.settings.server import ApiKey, ServerSettings
+from agentspec.settings.server import ServerSettings
 from agentspec.testing import FakeBackend
+from tests.proxy.conftest import key_files
 from tests.thinking_model import ThinkingModel
 
 CHAT = "/v1/chat/completions"
@@ -34,10 +35,7 @@ def kept(server: ServerSettings | None = None, **cache: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def keyed(shared_gateway: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("keys")
-    for name in TENANTS:
-        (folder / name).write_text(name * 2)
-    keys = tuple(ApiKey(tenant=name, key_file=folder / name) for name in TENANTS)
+    keys = key_files(tmp_path_factory.mktemp("keys"), *TENANTS)
     backend = FakeBackend(lambda request: request.messages[-1]["content"])
     return shared_gateway({"local": backend}, kept(ServerSettings(api_keys=keys)))
 
@@ -45,11 +43,14 @@ def keyed(shared_gateway: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def ask(url: str, text: str = "hello", *, tenant: str = "", stream: bool = False, **headers: str) -> None:
     body = {"model": "local", "messages": [{"role": "user", "content": text}], "stream": stream}
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    assert httpx.post(url + CHAT, json=body, headers={"x-api-key": tenant * 2, **given}, timeout=60).status_code == 200
+    assert (
+        httpx.post(url + CHAT, json=body, headers={"x-api-key": f"key-of-{tenant}", **given}, timeout=60).status_code
+        == 200
+    )
 
 
 def seen(url: str, path: str = "runs", *, tenant: str = "", **query: str) -> Any:
-    return httpx.get(f"{url}/ui/data/{path}", params=query, headers={"x-api-key": tenant * 2}, timeout=60)
+    return httpx.get(f"{url}/ui/data/{path}", params=query, headers={"x-api-key": f"key-of-{tenant}"}, timeout=60)
 
 
 calls = st.tuples(st.sampled_from(TENANTS), st.sampled_from(["s", "other", ""]), st.booleans(), st.booleans())
