@@ -140,14 +140,12 @@ def _converted(message: BaseMessage) -> list[dict[str, Any]]:
         named = message.response_metadata.get("reasoning_field")
         converted[0] = {**converted[0], named if named in THOUGHTS else THOUGHTS[0]: thoughts}
     if isinstance(message, AIMessage) and message.invalid_tool_calls:
-        calls = [_invalid_call(call) for call in message.invalid_tool_calls]
-        converted[0] = {**converted[0], "tool_calls": [*converted[0].get("tool_calls", ()), *calls]}
+        calls = converted[0].get("tool_calls", [])
+        for call in message.invalid_tool_calls:
+            function = {"name": call["name"] or "", "arguments": _as_sent(call)}
+            calls = [*calls, {"type": "function", "id": call["id"], "function": function}]
+        converted[0] = {**converted[0], "tool_calls": calls}
     return converted
-
-
-def _invalid_call(call: InvalidToolCall) -> dict[str, Any]:
-    function = {"name": call["name"] or "", "arguments": _as_sent(call)}
-    return {"type": "function", "id": call["id"], "function": function}
 
 
 def _as_sent(call: InvalidToolCall) -> str:

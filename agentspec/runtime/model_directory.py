@@ -53,7 +53,7 @@ class ModelDirectory:
         self._names = model_names(settings, given)
         self._passthrough = passthrough(settings, given)
         upstreams = (name for name, backend in settings.backends.items() if isinstance(backend, OpenAISettings))
-        self._upstreams = {*upstreams, *pool_specs(settings)}
+        self.upstreams = {*upstreams, *pool_specs(settings)}  # backends and pools that are reached by HTTP
         self.aliases = Aliases(settings.model_aliases, self._names, any_target=self.takes_any_model)
 
     @property
@@ -84,7 +84,3 @@ class ModelDirectory:
         return (
             named_model(self._settings, settings.base) if isinstance(settings, StrategySettings) else self.find(model)
         )
-
-    def is_upstream(self, backend: str) -> bool:
-        """Whether a backend, or every member of a pool, is a server that is reached by HTTP."""
-        return backend in self._upstreams

@@ -168,7 +168,7 @@ class Runtime:
         if not self.ready:
             raise ShuttingDownError("the runtime is closed") if self._closed else NotReadyError("call start() first")
         backend = self._strategies.get(model) or self._backend(backend_name)
-        upstream = model not in self._strategies and self._directory.is_upstream(backend_name)
+        upstream = model not in self._strategies and backend_name in self._directory.upstreams
         route = Route(backend_name, backend, upstream_model, model if model in self._directory else None, upstream)
         if len(self._routes) < MOST_ROUTES:
             self._routes[asked] = route
