@@ -8,7 +8,7 @@ namespace {
 
 constexpr auto kBoundaryHalf = static_cast<std::uint32_t>(kBoundary);
 
-constexpr std::size_t kFew = 12;  // contexts that are sorted sooner as they are than by keys
+constexpr std::size_t kFewContexts = 12;  // contexts that are sorted sooner as they are than by keys
 
 constexpr std::uint64_t kSigns = 0x8000000080000000;  // flips two signs: boundaries sort below tokens
 
@@ -38,7 +38,7 @@ void sort_from(LogView log, std::span<Keyed> items, int depth) {
         const int order = compare_contexts(log + a.position, log + b.position, depth);
         return order != 0 ? order < 0 : a.position < b.position;
     };
-    if (items.size() <= kFew) return std::sort(items.begin(), items.end(), before);
+    if (items.size() <= kFewContexts) return std::sort(items.begin(), items.end(), before);
     for (Keyed& item : items) {
         const std::uint64_t pair = pair_before(log + item.position - depth);
         const bool ended = static_cast<std::uint32_t>(pair >> 32) == kBoundaryHalf;
