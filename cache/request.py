@@ -183,7 +183,7 @@ class CacheRequest:
         """The last `DEPTH` tokens of prompt and output."""
         self._prompt_end = self._written = len(self._text)  # where the output begins, and ends so far
         self._drafts: dict[int, Any] = {}  # native trees not counted yet, by the place in the text where they begin
-        self._counts = dict.fromkeys(("steps", "hits", "drafted", "accepted"), 0)
+        self._counts = {"steps": 0, "hits": 0, "drafted": 0, "accepted": 0}
         self._open = True
         self._indexes: list[Sourced] = [
             (session.index, Source.SESSION),
