@@ -53,7 +53,8 @@ def launch(
     base = (url or address_of(load(config).server)).rstrip("/").removesuffix("/v1")
     key = os.environ.get(KEY_VARIABLE)
     model = _chosen(anyio.run(_models, base, key), model, base)
-    options, environment = _codex(base, model, key) if agent == "codex" else ([], _claude(base, model, key))
+    options = _codex(base, model, key) if agent == "codex" else []
+    environment = _claude(base, model, key) if agent == "claude" else {}
     removed = [name for name in _CLAUDE_UNSET if agent == "claude" and name in os.environ]
     shown = {name: "****" if value == key else value for name, value in environment.items()}
     for line in (*(f"{name}={value}" for name, value in shown.items()), *(f"-c {one}" for one in options[1::2])):
@@ -76,7 +77,7 @@ def _claude(base: str, model: str, key: str | None) -> dict[str, str]:
     }
 
 
-def _codex(base: str, model: str, key: str | None) -> tuple[list[str], dict[str, str]]:
+def _codex(base: str, model: str, key: str | None) -> list[str]:
     """The options by which Codex reaches the gateway: keys of its configuration with values in TOML."""
     provider = "model_providers.agentspec"
     values = {
@@ -88,8 +89,7 @@ def _codex(base: str, model: str, key: str | None) -> tuple[list[str], dict[str,
         "web_search": "disabled",  # a tool of OpenAI's servers
         **({f"{provider}.env_key": KEY_VARIABLE} if key else {}),
     }
-    options = [part for name, value in values.items() for part in ("-c", f"{name}={json.dumps(value)}")]
-    return options, {}
+    return [part for name, value in values.items() for part in ("-c", f"{name}={json.dumps(value)}")]
 
 
 def address_of(server: ServerSettings) -> str:

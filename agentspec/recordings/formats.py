@@ -103,15 +103,12 @@ def files_of(path: Path, unknown: Callable[[Path], None]) -> Iterator[Path]:
 def read(path: Path, format_: Format | None = None, on_bad: OnBad = refuse) -> Iterator[RecordedCall]:
     """The calls of a file in order; its format is found by `detect` if it is not given."""
     format_ = format_ or detect(path)
-    sessions: dict[Format, Callable[[], Iterator[RecordedCall]]] = {
-        Format.claude_code: lambda: read_claude_code(path, on_bad),
-        Format.codex: lambda: read_codex(path, on_bad),
-    }
+    sessions = {Format.claude_code: read_claude_code, Format.codex: read_codex}
     if format_ not in sessions:
         yield from _lines(path, format_, on_bad)
         return
     try:
-        yield from sessions[format_]()
+        yield from sessions[format_](path, on_bad)
     except BadLineError as error:
         on_bad(error)
     except _VIOLATIONS as error:

@@ -185,16 +185,6 @@ def test_a_result_is_used_once() -> None:
     assert outcomes(events) == ["start", "hit"]
 
 
-def test_a_result_is_used_for_the_identical_call_only() -> None:
-    session, events = opened(CALL)
-    other = ToolCall("read", {"id": "A1", "detail": True})
-    session.begin_turn(World().run)
-    session.end_turn([other])
-    assert '"more": true' in session.run(other, World().run)
-    session.close()
-    assert outcomes(events) == ["start", "waste"]
-
-
 def test_a_result_is_used_in_a_later_turn() -> None:
     session, events = opened(CALL)
     world = World()
