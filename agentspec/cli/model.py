@@ -18,17 +18,11 @@ def fetch(
     ] = None,
 ) -> None:
     """Fetch a model, verify and prepare it, and print its folder; without NAME, list the built-in models."""
-    from agentspec.backends.model_store import resolve
+    from agentspec.backends.model_store import BUILTIN, locate, resolve
 
-    if name is None:
-        _list()
+    if name is not None:
+        typer.echo(str(resolve(name).folder))
         return
-    typer.echo(str(resolve(name).folder))
-
-
-def _list() -> None:
-    from agentspec.backends.model_store import BUILTIN, locate
-
     for one in BUILTIN.values():
         state, size = "not fetched" if locate(one.name) is None else "ready", f"{one.size / 1e6:.0f} MB"
         typer.echo(f"{one.name:<14} {state:<12} {size:>8}  {one.description}")

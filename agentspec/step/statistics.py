@@ -75,9 +75,6 @@ class StepStatistics:
         with self._lock:
             self._rows.clear()
 
-    def __repr__(self) -> str:
-        return f"<StepStatistics of {len(self._rows)} steps>"
-
     def add(self, key: Key, **more: float) -> None:
         """Add to fields of a row."""
         with self._lock:
