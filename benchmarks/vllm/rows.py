@@ -77,7 +77,8 @@ class WatchedRetriever(PassageRetriever):
         self.searching = requests
         super()._find(requests, started)
         self.searching = ()
-        self.searches.append((len(requests), time.perf_counter() - self.arrived))
+        if self.arrived:
+            self.searches.append((len(requests), time.perf_counter() - self.arrived))
 
     def late(self) -> set[int]:
         asked = [*self.searching, *list(self._wanted)]
