@@ -79,7 +79,7 @@ def test_the_report_counts_model_calls() -> None:
     assert "plan" in text and "tokens/forward" in text and "4.00" in text and "no model call" not in text
     report().reset()
     assert report().rows == () and len(before.rows) == 2, "a report is a snapshot"
-    assert "StepStatistics of 0 steps" in repr(before.statistics) and repr(before) == str(before)
+    assert repr(before) == str(before)
     step("plan")(lambda: None)()
     assert row("plan").runs == 1 and "no model call was counted" in str(report())
 
