@@ -200,6 +200,7 @@ def forget_sequences(partition: Partition, sequences: Iterable[int]) -> None:
     partition.remove(list(sequences))
     known = {meta.end for _, meta in partition.known()}
     partition.drafter.keep_ends(np.array(sorted(known), dtype=np.int32))
+    partition.learned = b""  # the deletion dropped what was stored
 
 
 def _selected(partition: Partition, selection: Selection) -> list[int]:

@@ -205,6 +205,7 @@ class Partition:
         self.loaded = loaded  # whether it has what the store has
         self.retired = False
         self.added = 0  # tokens added since this object was made
+        self.learned = b""  # what the store has of its drafter, as far as this process knows
         self.saved = 0  # of them, those of them in the segment on disk
         self.measured = 0  # bytes that the table has booked for it,
         self.owed = 0  # and for its text that is gone but not merged away

@@ -17,7 +17,7 @@ from agentspec.cache.request import CachePool
 from agentspec.cache.storage.segments import Coverage, Segment, segment_of
 from agentspec.cache.storage.sequence_store import SequenceStore
 from agentspec.cache.tokens import SequenceRecord
-from agentspec.errors import CacheError, CacheLockedError, CacheUnavailableError
+from agentspec.errors import CacheError, CacheFormatError, CacheLockedError, CacheUnavailableError
 from agentspec.types import Namespace
 
 _log = logging.getLogger(__name__)
@@ -111,6 +111,8 @@ class StoreSync:
 
     def _fill(self, partition: Partition, room: int, reserve: Callable[[int], int]) -> None:
         namespace, row = partition.namespace, 0
+        if not partition.shared.sequence_count:
+            self._recall(partition)
         if self._segments.exists and not partition.shared.sequence_count:
             loaded = self._segments.load(namespace.key, lambda segment: self._wanted(segment, room, reserve))
             if loaded:
@@ -127,6 +129,15 @@ class StoreSync:
         if (expired := self._deleter.expired()) and (old := covered(partition, expired)):
             forget_sequences(partition, old)
         partition.merge(lambda: False)  # its size is looked at next
+
+    def _recall(self, partition: Partition) -> None:
+        """Go on from what was learned when a process last closed the cache."""
+        try:
+            if (state := self._store.learned(partition.namespace)) is not None:
+                partition.drafter.restore(state)
+                partition.learned = state.tobytes()
+        except CacheFormatError as error:
+            _log.warning("what was learned of a namespace is not used, and is learned anew: %s", error)
 
     def _newest(self, namespace: Namespace, row: int, room: int, reserve: Callable[[int], int]) -> list[SequenceRecord]:
         """The newest sequences of a namespace, in rows after `row`, that take at most `room` bytes, oldest first."""
@@ -237,13 +248,25 @@ class StoreSync:
         return self.disk_bytes()
 
     def close(self) -> None:
-        """Save the segments that lack so many tokens that the next start would be slow."""
-        partitions = self._pool.namespaces.partitions()
-        lacking = [one for one in partitions if self._lacks(one, _CLOSING, _CLOSING_SHARE)]
-        if not self._started or not lacking:
+        """Save what was learned, and the segments that lack so many tokens that the next start would be slow."""
+        if not self._started:
             return
-        for partition in lacking:
-            self._try_to_save(partition)
+        partitions = [one for one in self._pool.namespaces.partitions() if one.loaded]
+        for partition in partitions:
+            if self._lacks(partition, _CLOSING, _CLOSING_SHARE):
+                self._try_to_save(partition)
+        try:
+            self._save_learned(partitions)
+        except CacheError as error:
+            _log.warning("what was learned is not saved, and is learned anew: %s", error)
+
+    def _save_learned(self, partitions: list[Partition]) -> None:
+        """Save what changed since it was loaded. Of several processes that do, the last one's is kept."""
+        changed = [one for one in partitions if one.drafter.state().tobytes() != one.learned]
+        if changed and self.can_reload():
+            self.flush()  # of namespaces without outputs nothing is kept
+            self._deleter.apply_deletions()  # which may leave out tokens
+            self._store.save_learned({one.namespace.key: one.drafter.state() for one in changed})
 
     @property
     def _writes(self) -> bool:

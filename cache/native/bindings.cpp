@@ -187,6 +187,11 @@ void bind_drafter(nb::module_& m) {
             "keep_ends",
             [](Drafter& self, const Input<Token>& tokens) { unlocked([&] { self.keep_ends(view(tokens)); }); },
             "tokens"_a.noconvert())
+        .def("state", [](Drafter& self) { return array_of(unlocked([&] { return self.state(); })); })
+        .def(
+            "restore",
+            [](Drafter& self, const Input<std::uint8_t>& state) { unlocked([&] { self.restore(view(state)); }); },
+            "state"_a.noconvert())
         .def("ends", [](const Drafter& self) { return array_of(unlocked([&] { return self.ends(); })); })
         .def("memory_bytes", &Drafter::memory_bytes, nb::call_guard<Released>());
     nb::class_<Drafter::Reading>(m, "DrafterReading").def(nb::init<const Drafter&>(), "drafter"_a);  // tests hold one

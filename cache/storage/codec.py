@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from base64 import b85decode, b85encode
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
+from numpy.typing import NDArray
 
 from agentspec.cache.index import DEPTH
 from agentspec.cache.storage.schema import Kinds, is_sound
@@ -22,6 +24,7 @@ _KINDS: Kinds = (
     ("session", str | None),
     *(("number", int), ("token_count", int), ("tokens", bytes), ("created_at", float | int)),
 )
+_MOST_LEARNED = 4096  # bytes of a learned state, which takes 2,254 and 12 for each end token
 _MOST_TOKENS = 1 << 24  # of a sequence: a row with a forged count cannot take more memory than these
 
 
@@ -67,6 +70,19 @@ def decode(row: sa.Row[Any]) -> SequenceRecord:
         packed[:split],
         float(row.created_at),
     )
+
+
+def encode_learned(state: NDArray[np.uint8]) -> str:
+    """What a drafter has learned, as the text that is stored: about a kilobyte, with a checksum."""
+    return b85encode(zlib.compress(state.tobytes(), level=9)).decode()
+
+
+def decode_learned(text: str) -> NDArray[np.uint8]:
+    """The learned state that was stored. Raises `CacheFormatError` for a damaged text."""
+    try:
+        return np.frombuffer(_inflate(b85decode(text), _MOST_LEARNED), dtype=np.uint8)
+    except (zlib.error, ValueError, TypeError) as error:
+        raise CacheFormatError(str(error)) from error
 
 
 def _inflate(packed: bytes, most: int) -> bytes:

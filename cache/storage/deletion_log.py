@@ -12,7 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.storage import codec
+from agentspec.cache.storage import codec, learned
 from agentspec.cache.storage.schema import Kinds, damaged, deletions, is_older, is_sound, sequences
 from agentspec.errors import CacheFormatError
 
@@ -108,6 +108,7 @@ def delete(connection: sa.Connection, selection: Selection, found: tuple[list[in
     count = 0
     for start in range(0, len(chosen), _SOME):
         some = sequences.c.id.in_(chosen[start : start + _SOME])
+        learned.forget(connection, some)
         count += connection.execute(sequences.delete().where(some)).rowcount
     if count < len(chosen) and search(connection, selection)[0]:  # not by another process before
         raise damaged("the table of sequences", "rows are not where they belong")

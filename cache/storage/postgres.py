@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Keys of the advisory locks: the kind and the schema's name, so that one database can hold several caches.
 _WRITER, _ORDER = 0x61675701, 0x61675702
 _KEY = "hashtext(current_schema()::text)"
-_TABLES = "sequences, deletions, responses, runs"  # those that hold anything of anybody
+_TABLES = ", ".join(metadata.tables)
 _HELD = (  # the writer's lock, where a session holds it
     f"locktype = 'advisory' AND classid = {_WRITER} AND objid = ({_KEY}::bigint & 4294967295)::oid AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Literal
 
 import numpy as np
 import sqlalchemy as sa
+from numpy.typing import NDArray
 
 from agentspec.cache.deletion import Scope, Selection
-from agentspec.cache.storage import codec, deletion_log
+from agentspec.cache.storage import codec, deletion_log, learned
 from agentspec.cache.storage.batch_writer import BatchWriter
 from agentspec.cache.storage.database import FAILURES, Database, PendingErasure, reason, write_rows
 from agentspec.cache.storage.opening import opening, prepare, replace_damaged
@@ -135,6 +136,19 @@ class SequenceStore(SequenceReader):
             deletions = deletion_log.since(connection, self.last_deletion)
         waiting, _ = self._allowed(self.writer.waiting(), deletions)
         return [job for job in waiting if job.namespace == namespace]
+
+    # What drafters learned.
+
+    def learned(self, namespace: Namespace) -> NDArray[np.uint8] | None:
+        """What was last saved of a namespace, if anything was. Raises `CacheFormatError` where it is damaged."""
+        with self._reading() as connection:
+            return learned.read(connection, namespace.key)
+
+    def save_learned(self, states: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Save what was learned, by the namespace's key, unless a deletion is not applied here. Raises `CacheError`."""
+        with self._answering(), self.database.writing() as connection:
+            if not deletion_log.since(connection, self.last_deletion):
+                learned.write(self.database, connection, states)
 
     def renew_lease(self) -> bool:
         """Stay the writer, or succeed one that ended; whether this process has just become it. Called periodically."""

@@ -20,10 +20,10 @@ DEPTH = 64
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 24, 64)
 RECENCY_BONUS = 1.0
 NEGLIGIBLE = 1e-4
-PRIOR_TRIES, PRIOR_TOTAL, MEMORY = 6.0, 3, 400.0
+PRIOR_TRIES, PRIOR_TOTAL, MEMORY = 6.0, 1.5, 100
 WORTH = 0.35
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
-NEUTRAL_TRIES, CORRECTION_MEMORY = 10.0, 300.0
+NEUTRAL_TRIES = 10.0
 END_TOKENS = 64
 COMMON_TOKENS, RARE = 600, 2**31 - 2
 SHAPE_DEPTH = 8
@@ -97,7 +97,7 @@ class ReferenceIndex:
         return Counter(o.token for o in found), found[-1].token if found else None
 
 
-Cell = tuple[int, int, int, int, int]
+Cell = tuple[int, int, int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Level:
 
     @property
     def cell(self) -> Cell:
-        """The key of the learned hit rate: source, length, and coarse counts of occurrences, symbols, exclusions."""
-        totals, distinct = bucket(self.counts.total(), 8), bucket(len(self.counts), 5)
-        return self.rated, self.length, totals, distinct, exclusions(self.excluded)
+        """The key of the learned hit rate: source, length, occurrences, symbols, whether others are excluded."""
+        total, distinct = (bucket(self.counts.total(), 7) + 1) // 2, (bucket(len(self.counts), 4) + 1) // 2
+        return self.rated, self.length, total, distinct, self.excluded > 0
 
     @property
     def rank(self) -> int:
@@ -165,33 +165,50 @@ def bucket(n: float, buckets: int) -> int:
     return min(buckets - 1, max(0, math.ceil(math.log2(n))))
 
 
-def one_more(hits: float, tries: float, hit: bool) -> tuple[float, float]:
-    scale = 0.5 if tries + 1.0 > MEMORY else 1.0
-    return (hits + hit) * scale, (tries + 1.0) * scale
+Tally = tuple[int, int]
+"""Hits and misses."""
+
+
+def one_more(tally: Tally, hit: bool) -> Tally:
+    """A tally with one more try: both numbers halve, to an even one if between two, where they would exceed MEMORY."""
+    hits, misses = tally[0] + hit, tally[1] + (not hit)
+    return (hits, misses) if hits + misses <= MEMORY else (round(hits / 2), round(misses / 2))
+
+
+def hit_rate(tally: Tally, prior: float) -> float:
+    """The share of hits, where the prior weighs as much as PRIOR_TRIES tries."""
+    return (tally[0] + PRIOR_TRIES * prior) / (sum(tally) + PRIOR_TRIES)
+
+
+def prior(shapes: bool, length: int, total: float, excluded: float) -> float:
+    """A guess from match length, occurrences and exclusions."""
+    log_odds = (-3.3 if shapes else -1.9) + 0.7 * math.log2(length) + 0.7 * total - excluded
+    return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 @dataclass
 class DepthCorrection:
     """Corrects hit rates, learned over all tokens, for the depth in the draft: a draft begins where tokens are hard."""
 
-    sums: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+    tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
 
     @staticmethod
     def cell(depth: int, rate: float) -> tuple[int, int]:
         return min(5, depth.bit_length()), bisect_left(EDGES, rate)
 
     def record(self, depth: int, rate: float, hit: bool) -> None:
-        rates, hits, tries = self.sums.get(cell := self.cell(depth, rate), (0.0, 0.0, 0.0))
-        scale = 0.5 if tries + 1.0 > CORRECTION_MEMORY else 1.0
-        self.sums[cell] = (rates + rate) * scale, (hits + hit) * scale, (tries + 1.0) * scale
+        cell = self.cell(depth, rate)
+        self.tallies[cell] = one_more(self.tallies.get(cell, (0, 0)), hit)
 
     def correct(self, depth: int, rate: float) -> float:
-        """Multiply the odds of `rate` by the ratio of observed to predicted odds, damped by some neutral tries."""
-        rates, hits, tries = self.sums.get(cell := self.cell(depth, rate), (0.0, 0.0, 0.0))
+        """Multiply the odds of `rate` by the ratio of the odds in its bin, damped by some neutral tries, to those of
+        the bin's middle.
+        """
+        hits, misses = self.tallies.get(cell := self.cell(depth, rate), (0, 0))
         yes = NEUTRAL_TRIES * (0.5 * ((EDGES[cell[1] - 1] if cell[1] else 0.0) + EDGES[cell[1]]))
         no = NEUTRAL_TRIES - yes
-        ratio = (hits + yes) * (tries - rates + no) / ((tries - hits + no) * (rates + yes))
-        return rate * ratio / (rate * ratio + 1.0 - rate)
+        hit, missed = rate * no * (hits + yes), (1.0 - rate) * yes * (misses + no)
+        return hit / (hit + missed)
 
 
 Node = tuple[int, int, float, int, int]
@@ -216,30 +233,26 @@ class Branch:
 class ReferenceDrafter:
     """Learns the hit rate of every kind of level, and how often outputs go on after tokens that ended an output."""
 
-    rates: dict[Cell, tuple[float, float]] = field(default_factory=dict)
+    rates: dict[Cell, Tally] = field(default_factory=dict)
     depths: DepthCorrection = field(default_factory=DepthCorrection)
     leads: DepthCorrection = field(default_factory=DepthCorrection)
-    rests: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    ends: dict[int, tuple[float, float]] = field(default_factory=dict)
+    rests: dict[tuple[int, int], Tally] = field(default_factory=dict)
+    ends: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def record(self, cell: Cell) -> tuple[float, float]:
-        """(hits, tries) of a cell; for an untried cell a guess from match length, occurrences and exclusions."""
-        log_odds = (-3.3 if cell[0] == SHAPES else -1.9) + 0.7 * math.log2(cell[1]) + 0.35 * cell[2] - 0.5 * cell[4]
-        return self.rates.get(cell, (PRIOR_TRIES * (1.0 / (1.0 + math.exp(-log_odds))), PRIOR_TRIES))
+    def rate(self, cell: Cell) -> float:
+        rated, length, total, _, excluded = cell
+        return hit_rate(self.rates.get(cell, (0, 0)), prior(rated == SHAPES, length, total, excluded))
 
-    def rest(self, rank: int, excluded: int) -> tuple[float, float]:
-        """(hits, tries) of the levels of a rank and below, behind levels that offered so many (a bucket) symbols."""
-        shapes, length = RANKS[rank]
-        guess = self.record((SHAPES if shapes else 0, length, PRIOR_TOTAL, -1, excluded))
-        return self.rests.get((rank, excluded), guess)
+    def rest(self, rank: int, excluded: int) -> float:
+        """The rate of the levels of a rank and below, behind levels that offered so many (a bucket) symbols."""
+        return hit_rate(self.rests.get((rank, excluded), (0, 0)), prior(*RANKS[rank], PRIOR_TOTAL, 0.5 * excluded))
 
     def share_left(self, level: Level) -> float:
         """How likely the levels from this one on hold the next token."""
-        cells = [self.rest(rank, exclusions(level.excluded)) for rank in range(level.rank + 1)]
-        return max(hits / tries for hits, tries in cells)
+        return max(self.rest(rank, exclusions(level.excluded)) for rank in range(level.rank + 1))
 
     def goes_on(self, token: int) -> float:
-        ends, gone_on = self.ends.get(token, (0.0, 0.0))
+        ends, gone_on = self.ends.get(token, (0, 0))
         return (gone_on + 0.5) / (ends + gone_on + 0.5)
 
     def observe(
@@ -248,16 +261,15 @@ class ReferenceDrafter:
         """Learn that `tokens` followed `context`: updates every level down to the level that held the token."""
         for i, token in enumerate(tokens):
             if token in self.ends:
-                self.ends[token] = self.ends[token][0], self.ends[token][1] + 1.0
+                self.ends[token] = self.ends[token][0], self.ends[token][1] + 1
             consulted: list[Level] = []
             for level in levels(indexes, [*context, *tokens[:i]]):
                 consulted.append(level)
                 hit = token in level.counts
-                hits, tries = self.record(level.cell)
-                self.depths.record(i, hits / tries, hit)
+                self.depths.record(i, self.rate(level.cell), hit)
                 if hit and len(level.counts) > 1:
                     self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
-                self.rates[level.cell] = one_more(hits, tries, hit)
+                self.rates[level.cell] = one_more(self.rates.get(level.cell, (0, 0)), hit)
                 if hit:
                     break
             self.observe_rest(consulted, token)
@@ -272,12 +284,13 @@ class ReferenceDrafter:
             steps.append((0, last.excluded + len(last.counts)))
         for low, excluded in steps:
             for rank in range(low, high + 1):
-                self.rests[rank, exclusions(excluded)] = one_more(*self.rest(rank, exclusions(excluded)), hit)
+                cell = rank, exclusions(excluded)
+                self.rests[cell] = one_more(self.rests.get(cell, (0, 0)), hit)
             high = low
 
     def observe_end(self, token: int) -> None:
-        ends, gone_on = self.ends.get(token, (0.0, 0.0))
-        self.ends[token] = ends + 1.0, max(0.0, gone_on - 1.0)
+        ends, gone_on = self.ends.get(token, (0, 0))
+        self.ends[token] = ends + 1, max(0, gone_on - 1)
         if len(self.ends) > END_TOKENS:
             del self.ends[min(self.ends, key=lambda t: (self.ends[t][0], t))]
 
@@ -330,8 +343,8 @@ class ReferenceDrafter:
         """The candidates in a branch's next level, which is then behind it."""
         level = branch.next
         assert level is not None
-        hits, tries = self.record(level.cell)
-        rate, corrected = hits / tries, self.depths.correct(len(branch.path), hits / tries)
+        rate = self.rate(level.cell)
+        corrected = self.depths.correct(len(branch.path), rate)
         for token, share in self.shares(level, len(branch.path)).items():
             probability = branch.reach * rate / level.weights * level.weight(token)
             yield -probability, branch.node, token, level.length, level.source, branch.reported * corrected * share

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import pytest
 
 from agentspec.cache import SuffixCache
 from agentspec.cache.index import IndexDrafter, propose_batch
+from agentspec.cache.storage.codec import encode_learned
 from agentspec.cache.tokens import Tokens
 from agentspec.errors import CacheError
-from agentspec.types import Namespace
-from tests.cache.conftest import DATABASE, execute, outputs, record, text, wait
+from agentspec.types import Namespace, path_length
+from tests.cache.conftest import DATABASE, SQLITE_FIRST, execute, outputs, record, text, wait
 
 
 def fill(folder: Path, count: int = 40, length: int = 100, **options: Any) -> None:
@@ -91,6 +93,88 @@ def test_what_was_saved_is_mapped_and_the_rest_read(tmp_path: Path) -> None:
         assert cache.stats().segment_bytes > 0  # closing wrote none for so little
         assert known(cache, range(42)) == list(range(41))
         assert cache.stats().sequences == 41
+
+
+# What was learned.
+
+LEARNED = "agentspec_meta WHERE key <> 'version'"
+
+
+def learn(cache: SuffixCache, seed: int, outputs: int, tenant: str = "default") -> None:
+    """Have requests draft outputs of repeated pieces, of which half end with a token of their own."""
+    rng = np.random.default_rng(seed)
+    pieces = [text(100 * seed + number, int(rng.integers(2, 40)), 700) for number in range(60)]
+    for number in range(outputs):
+        output = np.concatenate([pieces[one] for one in rng.geometric(0.08, 8) % 60])
+        with cache.request(output[:3], namespace=tenant, session=f"s{number}") as request:
+            while len(rest := output[3 + len(request.output) :]):
+                draft = request.draft(16)
+                found = path_length(draft.tokens.tolist(), draft.parents.tolist(), rest.tolist())
+                request.extend(rest[: 1 + found])
+            request.extend([number % 2])
+
+
+def drafts(cache: SuffixCache, tenant: str = "default") -> list[Any]:
+    """What drafts hold after 200 contexts that neither learning nor drafting depends on, bit for bit."""
+    found = []
+    for number in range(200):
+        context = text(100 + number % 60, 40, 700)[: 1 + number % 7]
+        with cache.request(context, namespace=tenant, store=False) as request:
+            draft = request.draft(32)
+        columns = (draft.tokens, draft.parents, draft.probabilities, draft.match_length, draft.source)
+        found.append([column.tobytes() for column in columns])
+    return found
+
+
+@SQLITE_FIRST
+def test_drafts_and_their_probabilities_are_the_same_after_a_restart(
+    location: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every match is looked at: a new process has text at other positions, by which samples are chosen."""
+    monkeypatch.setattr("agentspec.cache.partition.IndexDrafter", partial(IndexDrafter, scan_limit=1 << 30))
+    before: dict[str, list[Any]] = {}
+    with SuffixCache.open(location) as cache:
+        for tenant, outputs in (("a", 3), ("b", 30), ("c", 300)):
+            learn(cache, 1, outputs, tenant)
+            before[tenant] = drafts(cache, tenant)
+    for _ in range(2):  # the second time nothing was learned, and what is stored stays
+        with SuffixCache.open(location) as cache:
+            assert {tenant: drafts(cache, tenant) for tenant in before} == before
+    stored = execute(location, f"SELECT key, value FROM {LEARNED}")
+    assert len(stored) == 3 and max(len(key) + len(value) for key, value in stored) <= 1500
+    with SuffixCache.open(location) as cache:
+        cache.forget(tenant="a")
+        assert len(execute(location, f"SELECT * FROM {LEARNED}")) == 2
+        for tenant in "bc":
+            cache.request([1], namespace=tenant).partition.drafter = IndexDrafter()
+            assert drafts(cache, tenant) != before[tenant]  # by rates that begin anew
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"DELETE FROM {LEARNED}",  # as it was before anything learned was stored
+        f"UPDATE {LEARNED.replace('WHERE', 'SET value = substr(value, 1, 300) WHERE')}",
+        f"UPDATE {LEARNED.replace('WHERE', 'SET value = char(8364) || value WHERE')}",
+        f"UPDATE {LEARNED.replace('WHERE', 'SET value = 7 WHERE')}",
+        f"UPDATE {LEARNED.replace('WHERE', f'SET value = {encode_learned(np.ones(99, np.uint8))!r} WHERE')}",
+    ],
+    ids=["none", "cut", "text", "number", "of another length"],
+)
+def test_rates_begin_anew_where_what_was_learned_cannot_be_used(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SuffixCache.open(tmp_path) as cache:
+        learn(cache, 1, 30)
+        state = cache.request([1]).drafter.state()
+    execute(tmp_path, change)
+    with SuffixCache.open(tmp_path) as cache:
+        assert not cache.request([1]).drafter.state().any() and cache.stats().sequences == 30
+        assert ("is not used" in caplog.text) == (not change.startswith("DELETE"))
+        learn(cache, 2, 3)
+        state = cache.request([1]).drafter.state()
+    with SuffixCache.open(tmp_path) as cache:
+        assert np.array_equal(cache.request([1]).drafter.state(), state)
 
 
 # When they are written.

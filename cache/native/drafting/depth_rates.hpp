@@ -6,33 +6,26 @@
 // context models for lossless data compression", 2005).
 #pragma once
 
-#include <cstddef>
+#include <array>
 #include <span>
-#include <vector>
 
-#include "drafting/shared_rows.hpp"
+#include "drafting/hit_rates.hpp"
 
 namespace agentspec {
 
 class DepthRates {
 public:
-    DepthRates();
     /// The hit rate of a level used at `depth` tokens below the context, whose rate over all depths is `rate`.
     double correct(int depth, double rate) const;
-    void record(int depth, double rate, bool hit);
-
-    /// Bytes of what differs from the corrections that every namespace begins with: none.
-    std::size_t memory_bytes() const { return rows_.bytes(); }
+    void record(int depth, double rate, bool hit) { tallies_[place(depth, rate)].add(hit); }
+    std::span<Tally> tallies() { return tallies_; }
 
 private:
     static constexpr int kDepths = 6;  // 0, 1, 2 to 3, 4 to 7, 8 to 15, and more
     static constexpr int kBins = 14;   // of the rate itself
+    static int place(int depth, double rate);
 
-    static const std::vector<double>& initial();
-    static void update(double* row, int bin);
-
-    // By depth: (sum of rates, hits, tries) of each bin, then the ratio of the odds after and before correction.
-    SharedRows<kDepths, 4 * kBins> rows_;
+    std::array<Tally, kDepths * kBins> tallies_{};
 };
 
 }  // namespace agentspec

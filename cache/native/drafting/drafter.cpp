@@ -97,14 +97,6 @@ private:
     std::array<std::size_t, kBins + 1> counts_{};
 };
 
-/// What was learned, as far as a draft goes by it.
-struct Learned {
-    const HitRates& rates;
-    const RestRates& rests;
-    const DepthRates &depths, &leads;
-    const EndRates& ends;
-};
-
 /// The walks of a draft, with what they are of: who learns what came of the draft looks at the same levels.
 class Walks {
 public:
@@ -323,7 +315,7 @@ private:
         branches_.push({reaches_.back().probability * kWorth, node});  // at most: its levels are not known yet
     }
 
-    Learned learned_;
+    const Learned& learned_;
     std::size_t max_tokens_;
     double floor_;
     bool chain_;
@@ -354,8 +346,7 @@ DraftTree Drafter::draft(std::span<const SourcedIndex> indexes, std::span<const 
     require_tokens(context.last(std::min<std::size_t>(context.size(), kDepth)));
     const SearchedIndexes searched = searched_in(indexes, scan_limit_);
     std::optional<Reading> reading(*this);
-    DraftTree tree = Growth({rates_, rests_, depths_, leads_, ends_}, max_tokens, min_probability, chain, until)
-                         .grow(searched, context);
+    DraftTree tree = Growth(learned_, max_tokens, min_probability, chain, until).grow(searched, context);
     reading.reset();
     if (waiting_bytes_ > 0) const_cast<Drafter*>(this)->take_in(false);
     return tree;
@@ -392,14 +383,14 @@ void Drafter::take_in(bool wait) {
 }
 
 void Drafter::take_in(const Lesson& lesson) {
-    for (const Token token : lesson.tokens) ends_.record(token);
+    for (const Token token : lesson.tokens) learned_.ends.record(token);
     for (std::size_t i = 0; i < lesson.outcomes.size();) i = take_in_rest(lesson.outcomes, i);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
-        depths_.record(depth, rates_.rate(key), hit);
-        if (hit && lead < 1.0) leads_.record(depth, lead, led);
-        rates_.record(key, hit);
+        learned_.depths.record(depth, learned_.rates.rate(key), hit);
+        if (hit && lead < 1.0) learned_.leads.record(depth, lead, led);
+        learned_.rates.record(key, hit);
     }
-    if (lesson.end) ends_.record_end(*lesson.end);
+    if (lesson.end) learned_.ends.record_end(*lesson.end);
 }
 
 /// Learn from the levels consulted for the token whose first outcome is the nth. Returns where the next token's begin.
@@ -409,10 +400,10 @@ std::size_t Drafter::take_in_rest(std::span<const Outcome> outcomes, std::size_t
     const auto& [last, depth, hit, lead, led] = outcomes[end - 1];
     for (int high = outcomes[nth].key.rank(); nth < end; ++nth) {
         const LevelKey& key = outcomes[nth].key;
-        rests_.record(high, key.rank(), key.excluded, hit);
+        learned_.rests.record(high, key.rank(), key.excluded, hit);
         high = key.rank();
     }
-    if (!hit) rests_.record(last.rank(), 1, last.excluded + last.distinct, false);
+    if (!hit) learned_.rests.record(last.rank(), 1, last.excluded + last.distinct, false);
     return end;
 }
 
@@ -468,19 +459,50 @@ void Drafter::observe_end(Token token) {
 
 std::size_t Drafter::memory_bytes() const {
     const std::shared_lock lock(mutex_);
-    return sizeof(*this) + rates_.memory_bytes() + rests_.memory_bytes() + depths_.memory_bytes() +
-           leads_.memory_bytes() + ends_.memory_bytes() + waiting_bytes_;
+    return sizeof(*this) + learned_.ends.counts().capacity() * sizeof(EndRates::Count) + waiting_bytes_;
 }
 
 void Drafter::keep_ends(std::span<const Token> tokens) {
     take_in(true);
     const std::unique_lock lock(mutex_);
-    ends_.keep(tokens);
+    learned_.ends.keep(tokens);
 }
 
 std::vector<Token> Drafter::ends() const {
     const std::shared_lock lock(mutex_);
-    return ends_.tokens();
+    std::vector<Token> tokens;
+    for (const EndRates::Count& one : learned_.ends.counts()) tokens.push_back(one.token);
+    return tokens;
+}
+
+std::vector<std::uint8_t> Drafter::state() {
+    take_in(true);
+    const std::unique_lock lock(mutex_);
+    std::vector<std::uint8_t> state;
+    const auto add = [&](const auto& items) {
+        const auto* bytes = reinterpret_cast<const std::uint8_t*>(items.data());
+        state.insert(state.end(), bytes, bytes + items.size() * sizeof(items[0]));
+    };
+    for (const auto& tallies : learned_.tallies()) add(tallies);
+    add(learned_.ends.counts());
+    return state;
+}
+
+void Drafter::restore(std::span<const std::uint8_t> state) {
+    const std::unique_lock lock(mutex_);
+    std::size_t size = 0;
+    for (const auto& tallies : learned_.tallies()) size += tallies.size_bytes();
+    const std::size_t ends = (state.size() - size) / sizeof(EndRates::Count);
+    if (state.size() < size || ends > EndRates::kMost || size + ends * sizeof(EndRates::Count) != state.size())
+        throw std::domain_error("a learned state of another length");
+    const auto take = [&](const auto& items, std::size_t bytes) {
+        std::ranges::copy(state.first(bytes), reinterpret_cast<std::uint8_t*>(items.data()));
+        state = state.subspan(bytes);
+    };
+    for (const auto& tallies : learned_.tallies()) take(tallies, tallies.size_bytes());
+    learned_.ends.counts().resize(ends);
+    take(std::span(learned_.ends.counts()), state.size());
+    learned_.rests.settle();
 }
 
 }  // namespace agentspec

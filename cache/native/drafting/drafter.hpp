@@ -2,6 +2,7 @@
 // first.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -27,6 +28,19 @@ struct DraftTree {
 
 /// How many tokens of `output`, from the first on, lie on a path of the tree of these tokens and parents.
 std::size_t path_length(std::span<const Token> tokens, std::span<const Token> parents, std::span<const Token> output);
+
+/// What drafts go by besides the text.
+struct Learned {
+    HitRates rates;
+    RestRates rests;
+    DepthRates depths;  // of the hit rate of a level
+    DepthRates leads;   // of the share of a level's leading symbol, once the level is hit
+    EndRates ends;
+
+    std::array<std::span<Tally>, 4> tallies() {
+        return {rates.tallies(), rests.tallies(), depths.tallies(), leads.tallies()};
+    }
+};
 
 /// Makes drafts, and learns how reliable each kind of level is. Safe to use from several threads at once. Neither waits
 /// for the other: what is to be learned while drafts are made is put off, until the next call that can.
@@ -56,7 +70,12 @@ public:
     /// All tokens that ended an output.
     std::vector<Token> ends() const;
 
-    /// Bytes that this drafter takes: little until it has learned something.
+    /// All that was learned, as bytes that mostly hold small numbers: drafts from it alone are the same.
+    std::vector<std::uint8_t> state();
+    /// Go on from such a state. Throws std::domain_error, with nothing changed, for one of another length.
+    void restore(std::span<const std::uint8_t> state);
+
+    /// Bytes that this drafter takes.
     std::size_t memory_bytes() const;
 
 private:
@@ -98,11 +117,7 @@ private:
     std::mutex arriving_;  // held to add to the next two, or to take them
     std::vector<Lesson> waiting_;  // put off, the oldest first
     std::atomic<std::size_t> waiting_bytes_{0};
-    HitRates rates_;
-    RestRates rests_;
-    DepthRates depths_;  // of the hit rate of a level
-    DepthRates leads_;  // of the share of a level's leading symbol, once the level is hit
-    EndRates ends_;
+    Learned learned_;
 };
 
 class Drafter::Reading {

@@ -5,14 +5,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <span>
 #include <vector>
-
-#include "drafting/shared_rows.hpp"
 
 namespace agentspec {
 
@@ -42,55 +40,75 @@ inline int level_rank(bool shapes, int length) { return 1 + length + (shapes ? 0
 
 inline int LevelKey::rank() const { return level_rank(source == kShapeSource, length); }
 
-inline constexpr int kExcludeds = 5;
-/// 0 for 0, 1 for 1, 2 for 2, 3 for 3 and 4, then 4.
-inline int excluded_bucket(int excluded) {
-    return excluded == 0 ? 0 : 1 + std::min<int>(kExcludeds - 2, std::bit_width(static_cast<unsigned>(excluded - 1)));
-}
+/// Hits and misses, of which the older count for less and less: both halve as they grow, which follows a change of
+/// work.
+struct Tally {
+    static constexpr int kMost = 100;
+    std::uint8_t hits = 0, misses = 0;
+
+    void add(bool hit) {
+        ++(hit ? hits : misses);
+        if (hits + misses > kMost) *this = {half(hits), half(misses)};
+    }
+    /// Of tries, where `tries` more had `hits_before`.
+    double rate(double tries, double hits_before) const { return (hits + hits_before) / (hits + misses + tries); }
+
+private:
+    /// To an even number where it lies between two, so that rare ones are neither lost nor kept for ever.
+    static std::uint8_t half(int count) { return static_cast<std::uint8_t>((count + (count >> 1 & 1)) / 2); }
+};
 
 class HitRates {
 public:
-    HitRates();
     double rate(const LevelKey& key) const;
-    void record(const LevelKey& key, bool hit);
+    void record(const LevelKey& key, bool hit) { tallies_[place(key)].add(hit); }
+    std::span<Tally> tallies() { return tallies_; }
 
-    /// Bytes of what differs from the rates that every namespace begins with.
-    std::size_t memory_bytes() const { return cells_.bytes(); }
+    static constexpr int kTotals = 4;     // classes of occurrences: 1, up to 4, up to 16, more
+    static constexpr int kDistincts = 3;  // of symbols: 1, up to 4, more
+    static constexpr int kCells = kRatedSources * kLengthCount * kTotals * kDistincts * 2;
 
 private:
-    static constexpr int kTotals = 8, kDistincts = 5;
-    static constexpr int kRows = kRatedSources * kLengthCount;  // one of each source and length
-    static constexpr std::size_t kWidth = 2 * kTotals * kDistincts * kExcludeds;  // (hits, tries) of its cells
-
-    static const std::vector<double>& initial();  // what every namespace begins with
     static int place(const LevelKey& key);
 
-    SharedRows<kRows, kWidth> cells_;
+    std::array<Tally, kCells> tallies_{};  // by source, length, total, distinct, whether any are excluded
 };
 
 /// How likely the next token is in the levels that are left, by the highest rank of them and by how many symbols those
 /// before offered.
 class RestRates {
 public:
-    RestRates();
+    RestRates() { settle(); }
     /// 0 for rank 0, and never higher for a lower rank.
-    double rate(int rank, int excluded) const { return rows_[excluded_bucket(excluded)][2 * kRanks + rank]; }
+    double rate(int rank, int excluded) const { return rates_[bucket(excluded)][rank]; }
     /// Whether the token was in a level of one of the ranks from `high` to `low`, or in a lower one.
     void record(int high, int low, int excluded, bool hit);
+    std::span<Tally> tallies() { return tallies_; }
+    /// To be called once tallies were changed.
+    void settle();
 
-    std::size_t memory_bytes() const { return rows_.bytes(); }
+    static constexpr int kExcludeds = 5;  // 0, 1, 2, 3 and 4, more
 
 private:
-    static const std::vector<double>& initial();
-    static void settle(double* row);
+    static int bucket(int excluded) {
+        const auto all = static_cast<unsigned>(excluded);
+        return excluded == 0 ? 0 : 1 + std::min<int>(kExcludeds - 2, std::bit_width(all - 1));
+    }
+    void settle(int bucket);
 
-    // By excluded symbols: the hits of each rank, the tries, then the highest rate of this rank and those below.
-    SharedRows<kExcludeds, 3 * kRanks> rows_;
+    std::array<Tally, kExcludeds * kRanks> tallies_{};
+    std::array<std::array<double, kRanks>, kExcludeds> rates_{};  // the highest of this rank and those below
 };
 
 /// How likely an output goes on after a token. Tokens after an end-of-turn token in a transcript are never generated.
 class EndRates {
 public:
+    static constexpr std::size_t kMost = 64;  // tokens; more drop the token that ended the fewest outputs
+
+    struct Count {
+        std::int32_t token;
+        std::uint32_t ends, goes_on;
+    };
     /// 1 for tokens that never ended an output.
     double goes_on(std::int32_t token) const;
     /// Record a token of an output. It counts as going on until `record_end` says otherwise.
@@ -99,17 +117,17 @@ public:
 
     /// Of the tokens that ended an output keep only these.
     void keep(std::span<const std::int32_t> tokens);
-    /// All tokens that ended an output.
-    std::vector<std::int32_t> tokens() const;
-    std::size_t memory_bytes() const { return counts_.size() * kNode; }
+    /// Those that ended an output, by token.
+    std::vector<Count>& counts() { return counts_; }
+    const std::vector<Count>& counts() const { return counts_; }
 
 private:
-    static constexpr std::size_t kNode = 80;  // bytes of an entry on the heap
+    std::size_t place(std::int32_t token) const;
+    bool holds(std::size_t place, std::int32_t token) const {
+        return place < counts_.size() && counts_[place].token == token;
+    }
 
-    struct Count {
-        double ends = 0.0, goes_on = 0.0;
-    };
-    std::map<std::int32_t, Count> counts_;  // of few tokens: the token that ended the fewest outputs is dropped
+    std::vector<Count> counts_;
 };
 
 }  // namespace agentspec
