@@ -191,7 +191,7 @@ def test_an_empty_namespace_takes_little() -> None:
             traced = (tracemalloc.get_traced_memory()[0] - before) / count
         finally:
             tracemalloc.stop()
-        assert (cache.stats().memory_bytes - counted) / count <= 7168 and traced <= 7168
+        assert (cache.stats().memory_bytes - counted) / count <= 7680 and traced <= 7680
 
 
 def add(cache: SuffixCache, output: Tokens, namespace: Namespace, session: str | None = None) -> None:
