@@ -135,9 +135,8 @@ class PassageRetriever(RecordingDrafter):
 
     def _use_stream(self) -> None:
         """Have the search's thread wait for nothing on the device but its own copies, with memory for them."""
-        streams: Any = torch.cuda.Stream  # untyped in torch
         torch.cuda.set_device(self._device)
-        torch.cuda.set_stream(streams(self._device))
+        torch.cuda.set_stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         self._held.to(self._device, copy=True)
 
     def begin(self, prompt: Tokens, info: RequestInfo, row: int, output: Tokens = EMPTY) -> PassageRequest:
@@ -177,6 +176,7 @@ class PassageRetriever(RecordingDrafter):
         """End a request and keep its output, unless that was aborted or goes on later. In the search's thread."""
         self._ends += 1
         self._rows[request.row] = NO_TOKEN
+        request.row = -1  # the last, which is no request's: it may be wanted once more, when its cache opens late
         self._wanted.pop(request, None)
         ending = Ending.ABORTED if request.preempted else request.state.ending
         self._later.append(partial(self._recorder.end, request.state, ending))

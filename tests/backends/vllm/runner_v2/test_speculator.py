@@ -326,6 +326,31 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(
     assert recorded(cache) == [] and learn(runner, late) == len(ANSWER)
 
 
+def test_a_request_that_ends_before_its_cache_opens_leaves_nothing_in_its_row(
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = runner.speculator._retriever
+    assert retriever is not None
+    learn(runner, late)
+    monkeypatch.setattr(runner, "settle", lambda: None)
+    opens, closes, before = threading.Event(), threading.Event(), retriever.found
+    retriever._recorder.run(lambda: assert_set(opens))
+    runner.begin("a", PROMPT, ANSWER)
+    retriever._recorder.run(lambda: assert_set(closes))
+    runner.finish("a")
+    opens.set()
+    while retriever.found is before:
+        time.sleep(0.001)
+    runner.begin("b", PROMPT, ANSWER, salt="pepper")
+    runner.step()
+    assert not {*runner.drafts["b"]} & {*ANSWER[1:]}
+    closes.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
 def test_what_was_forgotten_is_gone_while_others_are_searched_for(
     runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
