@@ -22,7 +22,7 @@ RECENCY_BONUS = 1.0
 NEGLIGIBLE = 1e-4
 PRIOR_TRIES, PRIOR_TOTAL, MEMORY = 6.0, 1.5, 100
 WORTH = 0.35
-EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
+EDGES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 1.0)
 NEUTRAL_TRIES = 10.0
 END_TOKENS = 64
 COMMON_TOKENS, RARE = 600, 2**31 - 2
@@ -194,7 +194,7 @@ class DepthCorrection:
 
     @staticmethod
     def cell(depth: int, rate: float) -> tuple[int, int]:
-        return min(5, depth.bit_length()), bisect_left(EDGES, rate)
+        return min(2, depth.bit_length()), bisect_left(EDGES, rate)
 
     def record(self, depth: int, rate: float, hit: bool) -> None:
         cell = self.cell(depth, rate)

@@ -8,7 +8,7 @@
 namespace agentspec {
 namespace {
 
-constexpr double kEdges[] = {0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0};
+constexpr double kEdges[] = {0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 1.0};
 constexpr double kNeutralTries = 10.0;  // weight of there being nothing to correct
 constexpr int kBins = std::size(kEdges);
 

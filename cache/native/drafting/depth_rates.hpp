@@ -21,8 +21,8 @@ public:
     std::span<Tally> tallies() { return tallies_; }
 
 private:
-    static constexpr int kDepths = 6;  // 0, 1, 2 to 3, 4 to 7, 8 to 15, and more
-    static constexpr int kBins = 14;   // of the rate itself
+    static constexpr int kDepths = 3;  // 0, 1, and more
+    static constexpr int kBins = 11;   // of the rate itself
     static int place(int depth, double rate);
 
     std::array<Tally, kDepths * kBins> tallies_{};
