@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+
+from agentspec.types import Source
 
 DEPTH = 64
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 24, 64)
@@ -234,7 +236,7 @@ class ReferenceDrafter:
     """Learns the hit rate of every kind of level, and how often outputs go on after tokens that ended an output."""
 
     rates: dict[Cell, Tally] = field(default_factory=dict)
-    depths: DepthCorrection = field(default_factory=DepthCorrection)
+    depths: dict[bool, DepthCorrection] = field(default_factory=lambda: defaultdict(DepthCorrection))  # own text or not
     leads: DepthCorrection = field(default_factory=DepthCorrection)
     rests: dict[tuple[int, int], Tally] = field(default_factory=dict)
     ends: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -266,7 +268,7 @@ class ReferenceDrafter:
             for level in levels(indexes, [*context, *tokens[:i]]):
                 consulted.append(level)
                 hit = token in level.counts
-                self.depths.record(i, self.rate(level.cell), hit)
+                self.depths[level.rated == Source.SESSION].record(i, self.rate(level.cell), hit)
                 if hit and len(level.counts) > 1:
                     self.leads.record(i, level.weight(level.leader) / level.weights, token == level.leader)
                 self.rates[level.cell] = one_more(self.rates.get(level.cell, (0, 0)), hit)
@@ -344,7 +346,7 @@ class ReferenceDrafter:
         level = branch.next
         assert level is not None
         rate = self.rate(level.cell)
-        corrected = self.depths.correct(len(branch.path), rate)
+        corrected = self.depths[level.rated == Source.SESSION].correct(len(branch.path), rate)
         for token, share in self.shares(level, len(branch.path)).items():
             probability = branch.reach * rate / level.weights * level.weight(token)
             yield -probability, branch.node, token, level.length, level.source, branch.reported * corrected * share

@@ -272,7 +272,8 @@ private:
         LevelWalk& walk = walks_->of(node);
         const Level* level = walk.advance();
         if (level == nullptr) return;
-        const double rate = learned_.rates.rate(level->key), corrected = learned_.depths.correct(reach.depth, rate);
+        const double rate = learned_.rates.rate(level->key);
+        const double corrected = learned_.depths[level->key.source != 0].correct(reach.depth, rate);
         const Symbol& leader = walk.leader(*level);
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
@@ -386,7 +387,7 @@ void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens) learned_.ends.record(token);
     for (std::size_t i = 0; i < lesson.outcomes.size();) i = take_in_rest(lesson.outcomes, i);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
-        learned_.depths.record(depth, learned_.rates.rate(key), hit);
+        learned_.depths[key.source != 0].record(depth, learned_.rates.rate(key), hit);
         if (hit && lead < 1.0) learned_.leads.record(depth, lead, led);
         learned_.rates.record(key, hit);
     }

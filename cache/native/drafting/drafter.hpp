@@ -33,12 +33,12 @@ std::size_t path_length(std::span<const Token> tokens, std::span<const Token> pa
 struct Learned {
     HitRates rates;
     RestRates rests;
-    DepthRates depths;  // of the hit rate of a level
+    DepthRates depths[2];  // of the hit rate of a level, of the session's own text and of others
     DepthRates leads;   // of the share of a level's leading symbol, once the level is hit
     EndRates ends;
 
-    std::array<std::span<Tally>, 4> tallies() {
-        return {rates.tallies(), rests.tallies(), depths.tallies(), leads.tallies()};
+    std::array<std::span<Tally>, 5> tallies() {
+        return {rates.tallies(), rests.tallies(), depths[0].tallies(), depths[1].tallies(), leads.tallies()};
     }
 };
 
