@@ -90,7 +90,7 @@ from agentspec.cache import SuffixCache
 
 def private():
     with open("/proc/self/smaps_rollup") as lines:
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
 
 def churn(cache, outputs):
     rng, most, counted = np.random.default_rng(0), 0, []

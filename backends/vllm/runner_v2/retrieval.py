@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from random import random
+from random import Random
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -118,6 +118,7 @@ class PassageRetriever(RecordingDrafter):
         self._told: SimpleQueue[bool] = SimpleQueue()  # of each that there is one, or that there are no more
         self._ends = 0  # of requests
         self._wanted = dict[PassageRequest, int]()  # to be searched for; the tokens that their passages have left
+        self._random = Random()  # its own: others may want theirs to repeat
         self._later: list[Callable[[], object]] = []  # for the recorder: its thread would compete with the search
         self._thread = threading.Thread(target=self._work, name="agentspec-search", daemon=True)
         self._thread.start()
@@ -223,7 +224,7 @@ class PassageRetriever(RecordingDrafter):
         equals in any order, so that no row of a batch is always the last.
         """
         while self._wanted:
-            started, order = perf_counter(), lambda request: (self._wanted[request], random())
+            started, order = perf_counter(), lambda request: (self._wanted[request], self._random.random())
             requests = sorted(self._wanted, key=order)[:SEARCHED]
             for request in requests:
                 del self._wanted[request]

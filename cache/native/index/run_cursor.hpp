@@ -33,13 +33,20 @@ public:
     /// Call `visit(token, position)` for those of the new positions that a share has.
     template <class Visit>
     void visit(const Share& share, Visit&& visit) const {
-        const auto kept = table_->followers(taken_, share);
-        for (const auto& [place, position, token] : kept) {
-            if (share.has(position) && (place < old_.low || place >= old_.high)) visit(token, position);
+        std::array<Position, kTogether> some;
+        auto kept = table_->kept(taken_, share);
+        if (kept.empty()) {
+            visit_places({taken_.low, old_.low}, share, some, visit);
+            visit_places({old_.high, taken_.high}, share, some, visit);
         }
-        if (!kept.empty()) return;
-        visit_places({taken_.low, old_.low}, share, visit);
-        visit_places({old_.high, taken_.high}, share, visit);
+        for (; !kept.empty(); kept = kept.subspan(std::min<std::size_t>(kTogether, kept.size()))) {
+            std::size_t count = 0;
+            for (const auto& [place, position] : kept.first(std::min<std::size_t>(kTogether, kept.size()))) {
+                some[count] = position;
+                count += share.has(position) & (place - old_.low >= old_.size());  // without a jump
+            }
+            visit_fetched(std::span(some).first(count), visit);
+        }
     }
 
 private:
@@ -47,14 +54,16 @@ private:
 
     int shared_at(std::uint32_t place) const { return shared_context(log_ + run_[place], query_end_); }
     template <class Visit>
-    void visit_places(Places places, const Share& share, Visit& visit) const {
-        std::array<Position, kTogether> some;
+    void visit_places(Places places, const Share& share, std::span<Position> some, Visit& visit) const {
         for (std::uint32_t place = places.low, end; place < places.high; place = end) {
             end = place + std::min(places.high - place, kTogether);
-            const std::span<const Position> found = share.of({run_ + place, run_ + end}, some.data());
-            for (const Position position : found) __builtin_prefetch(log_ + position);
-            for (const Position position : found) visit(log_[position], position);
+            visit_fetched(share.of({run_ + place, run_ + end}, some.data()), visit);
         }
+    }
+    template <class Visit>
+    void visit_fetched(std::span<const Position> found, Visit& visit) const {
+        for (const Position position : found) __builtin_prefetch(log_ + position);
+        for (const Position position : found) visit(log_[position], position);
     }
     void widen_left(int length);
     void widen_right(int length);

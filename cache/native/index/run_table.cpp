@@ -6,7 +6,9 @@ namespace agentspec {
 namespace {
 
 constexpr std::size_t kShort = 256;            // runs of fewer places have no table
-constexpr std::size_t kFew = 1024;             // followers that can all be looked at
+constexpr std::size_t kLong = 8192;            // places of runs in which many may match
+constexpr std::size_t kFewKept = 1024;         // positions that can all be looked at
+constexpr std::uint32_t kShares = 8;           // places a position kept, in those a key kept
 constexpr std::uint64_t kCoarser = 16;         // so much smaller is each share that is kept
 constexpr std::size_t kLine = 8;               // keys in a line of the processor's cache
 constexpr std::size_t kDense = std::size_t{1} << 22;  // of longer runs fewer keys are kept
@@ -25,7 +27,7 @@ RunTable::RunTable(LogView log, std::span<const Position> run) {
         const bool first = log[run[place] - 1] == kBoundary;
         keys_.push_back(first ? lowest_key(kBoundary) : order_key(log + run[place]));
     }
-    keep_followers(log, run);
+    if (run.size() >= kLong) keep_shares(run);
 }
 
 std::shared_ptr<const RunTable> RunTable::over(LogView log, std::span<const Position> run) {
@@ -37,34 +39,30 @@ const std::shared_ptr<const RunTable>& RunTable::none() {
     return empty;
 }
 
-void RunTable::keep_followers(LogView log, std::span<const Position> run) {
-    Share share(stride_, 1);
-    Followers& kept = followers_.emplace_back();
-    kept.reserve(run.size() / stride_ + run.size() / (8 * stride_) + kShort);
+void RunTable::keep_shares(std::span<const Position> run) {
+    Share share(kShares * stride_, 1);
+    const auto has = [&](Position position) { return share.has(position); };
+    Shared& first = shares_.emplace_back();
+    first.reserve(static_cast<std::size_t>(std::ranges::count_if(run, has)));
     for (std::size_t place = 0; place < run.size(); ++place) {
-        if (!share.has(run[place])) continue;
-        __builtin_prefetch(log + run[place]);
-        kept.push_back({static_cast<std::uint32_t>(place), run[place], 0});
+        if (has(run[place])) first.push_back({static_cast<std::uint32_t>(place), run[place]});
     }
-    for (Follower& next : kept) next.token = log[next.position];
-    while (followers_.back().size() > kFew) {
+    while (shares_.back().size() > kFewKept) {
         share.below_ /= kCoarser;
-        Followers fewer;
-        std::ranges::copy_if(followers_.back(), std::back_inserter(fewer),
-                             [&](const Follower& next) { return share.has(next.position); });
-        followers_.push_back(std::move(fewer));
+        const Shared& all = shares_.back();
+        Shared fewer(static_cast<std::size_t>(std::ranges::count_if(all, has, &Kept::position)));
+        std::ranges::copy_if(all, fewer.begin(), has, &Kept::position);
+        shares_.push_back(std::move(fewer));
     }
-    for (Followers& each : followers_) each.shrink_to_fit();
 }
 
-std::span<const RunTable::Follower> RunTable::followers(const Places& within, const Share& share) const {
-    std::uint64_t kept = Share::kAll / std::max(1u, stride_);
-    if (empty() || share.below_ > kept) return {};
+std::span<const RunTable::Kept> RunTable::kept(const Places& within, const Share& share) const {
+    std::uint64_t most = Share::kAll / (kShares * std::max(1u, stride_));
+    if (shares_.empty() || share.below_ > most) return {};
     std::size_t nth = 0;
-    while (nth + 1 < followers_.size() && share.below_ <= (kept /= kCoarser)) ++nth;
-    const auto place_of = [](const Follower& next) { return next.place; };
-    const auto low = std::ranges::lower_bound(followers_[nth], within.low, {}, place_of);
-    return {low, std::ranges::lower_bound(low, followers_[nth].end(), within.high, {}, place_of)};
+    while (nth + 1 < shares_.size() && share.below_ <= (most /= kCoarser)) ++nth;
+    const auto low = std::ranges::lower_bound(shares_[nth], within.low, {}, &Kept::place);
+    return {low, std::ranges::lower_bound(low, shares_[nth].end(), within.high, {}, &Kept::place)};
 }
 
 Places RunTable::around(std::uint64_t key) const {
@@ -91,7 +89,7 @@ std::uint32_t RunTable::after(std::uint64_t key, const Places& first) const {
 std::size_t RunTable::memory_bytes() const {
     if (empty()) return 0;  // of all short runs
     std::size_t total = sizeof(*this) + keys_.capacity() * sizeof(keys_[0]);
-    for (const Followers& each : followers_) total += sizeof(each) + each.capacity() * sizeof(Follower);
+    for (const Shared& each : shares_) total += sizeof(each) + each.capacity() * sizeof(Kept);
     return total;
 }
 

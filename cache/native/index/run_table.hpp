@@ -1,4 +1,5 @@
-// Small tables over one sorted run: they narrow a search, and hold a share of the tokens that follow.
+// Small tables over one sorted run: they narrow a search, and hold those positions of it that are looked at where many
+// match.
 #pragma once
 
 #include <algorithm>
@@ -44,8 +45,8 @@ private:
     std::uint64_t below_;  // a number as good as drawn, from 0 to kAll
 };
 
-/// A table over one run. Takes half a byte per place of the run and three quarters for the tokens that follow, a
-/// quarter of this in very long runs. Empty for a short run.
+/// A table over one run. Takes three quarters of a byte per place of the run, a quarter of this in very long runs.
+/// Empty for a short run.
 class RunTable {
 public:
     RunTable() = default;
@@ -61,23 +62,21 @@ public:
     /// An upper bound of the place after all places with that key; `first` are the bounds of where they begin.
     std::uint32_t after(std::uint64_t key, const Places& first) const;
 
-    /// A place of the run, its position, and the token there.
-    struct Follower {
+    struct Kept {
         std::uint32_t place;
         Position position;
-        Token token;
-        bool operator==(const Follower&) const = default;
+        bool operator==(const Kept&) const = default;
     };
     /// All of a share that are among these places, and others; nothing if so large a share is not kept.
-    std::span<const Follower> followers(const Places& within, const Share& share) const;
+    std::span<const Kept> kept(const Places& within, const Share& share) const;
 
     std::size_t memory_bytes() const;
     bool operator==(const RunTable&) const = default;
 
 private:
-    using Followers = PagedVector<Follower>;
+    using Shared = PagedVector<Kept>;
 
-    void keep_followers(LogView log, std::span<const Position> run);
+    void keep_shares(std::span<const Position> run);
     /// The place where a block begins, or the run ends. In 64 bits: the last block may end behind the last position.
     std::uint32_t beginning(std::size_t block) const {
         return static_cast<std::uint32_t>(std::min<std::size_t>(block * stride_, count_));
@@ -85,7 +84,7 @@ private:
 
     std::uint32_t stride_ = 0, count_ = 0;
     PagedVector<std::uint64_t> keys_;  // of every stride_-th place
-    std::vector<Followers> followers_;  // a 1 / stride_ share of all, then ever sixteenth parts of that
+    std::vector<Shared> shares_;  // a share of all, then ever sixteenth parts of that
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.
