@@ -108,7 +108,10 @@ class CachePool:
 
     def release(self, partition: Partition, session: Session, *, keep: bool = True) -> None:
         with partition.lock:
-            (partition.sessions.release if keep else partition.sessions.forget)(session)
+            if keep:
+                partition.sessions.release(session)
+            else:
+                partition.sessions.forget(session)
         self.namespaces.settle(partition)
 
     def add_output(

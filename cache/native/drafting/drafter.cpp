@@ -273,7 +273,7 @@ private:
         const Level* level = walk.advance();
         if (level == nullptr) return;
         const double rate = learned_.rates.rate(level->key);
-        const double corrected = learned_.depths[level->key.source != 0].correct(reach.depth, rate);
+        const double corrected = learned_.depths[level->key.is_own()].correct(reach.depth, rate);
         const Symbol& leader = walk.leader(*level);
         const double lead = level->weight(leader) / level->weights();
         const double reported_lead = lead < 1.0 ? learned_.leads.correct(reach.depth, lead) : 1.0;
@@ -387,7 +387,7 @@ void Drafter::take_in(const Lesson& lesson) {
     for (const Token token : lesson.tokens) learned_.ends.record(token);
     for (std::size_t i = 0; i < lesson.outcomes.size();) i = take_in_rest(lesson.outcomes, i);
     for (const auto& [key, depth, hit, lead, led] : lesson.outcomes) {
-        learned_.depths[key.source != 0].record(depth, learned_.rates.rate(key), hit);
+        learned_.depths[key.is_own()].record(depth, learned_.rates.rate(key), hit);
         if (hit && lead < 1.0) learned_.leads.record(depth, lead, led);
         learned_.rates.record(key, hit);
     }

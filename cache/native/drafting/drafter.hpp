@@ -33,8 +33,8 @@ std::size_t path_length(std::span<const Token> tokens, std::span<const Token> pa
 struct Learned {
     HitRates rates;
     RestRates rests;
-    DepthRates depths[2];  // of the hit rate of a level, of the session's own text and of others
-    DepthRates leads;   // of the share of a level's leading symbol, once the level is hit
+    DepthRates depths[2];  // of the hit rate of a level: of other text, and of the session's own
+    DepthRates leads;      // of the share of a level's leading symbol, once the level is hit
     EndRates ends;
 
     std::array<std::span<Tally>, 5> tallies() {

@@ -15,6 +15,7 @@
 namespace agentspec {
 
 inline constexpr int kSources = 3;  // of text
+inline constexpr int kSession = 0;  // the source that is the session's own text
 inline constexpr int kShapeSource = kSources;  // by which levels of shapes are rated, whatever they are reported as
 inline constexpr int kRatedSources = kSources + 1;
 inline constexpr int kLengths[] = {1, 2, 3, 4, 6, 8, 12, 24, 64};
@@ -32,6 +33,7 @@ struct LevelKey {
     int excluded;      // number of symbols that longer levels offered
 
     int rank() const;
+    bool is_own() const { return source == kSession; }
 };
 
 inline constexpr int kRanks = 1 + 2 * kLengthCount;

@@ -45,8 +45,8 @@ private:
     std::uint64_t below_;  // a number as good as drawn, from 0 to kAll
 };
 
-/// A table over one run. Takes three quarters of a byte per place of the run, a quarter of this in very long runs.
-/// Empty for a short run.
+/// A table over one run. Takes about half a byte per place of the run, an eighth in very long runs. Empty for a short
+/// run.
 class RunTable {
 public:
     RunTable() = default;
@@ -84,7 +84,7 @@ private:
 
     std::uint32_t stride_ = 0, count_ = 0;
     PagedVector<std::uint64_t> keys_;  // of every stride_-th place
-    std::vector<Shared> shares_;  // a share of all, then ever sixteenth parts of that
+    std::vector<Shared> shares_;  // a share of all, then ever sixteenth parts of that; none in runs that are not long
 };
 
 /// The first place in `within` whose context's nearest pair is `key` or more; within.high where there is none.

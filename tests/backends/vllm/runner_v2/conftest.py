@@ -232,3 +232,9 @@ def runner(ranks: SimpleNamespace, cache: SuffixCache, late: Late, monkeypatch: 
 def text(seed: int, length: int) -> list[int]:
     """Tokens that do not repeat by chance."""
     return np.random.default_rng(seed).permutation(VOCABULARY)[:length].tolist()
+
+
+@pytest.fixture
+def retriever(runner: Runner) -> PassageRetriever:
+    assert runner.speculator._retriever is not None
+    return runner.speculator._retriever

@@ -195,11 +195,9 @@ class Gate:
 
 @pytest.mark.parametrize("searches", [0, 1, 2])
 def test_a_row_holds_nothing_of_the_request_that_had_it_before(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, searches: int
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, searches: int, retriever: retrieval.PassageRetriever
 ) -> None:
     """Also by the search that was going on when that ended, and by the next one, which is for others."""
-    retriever = runner.speculator._retriever
-    assert retriever is not None
     learn(runner, late)
     runner.begin("other", text(8, 20), text(9, 200))
     runner.begin("a", PROMPT, ANSWER)
@@ -327,10 +325,8 @@ def test_what_is_forgotten_during_a_request_does_not_come_back(
 
 
 def test_a_request_that_ends_before_its_cache_opens_leaves_nothing_in_its_row(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, retriever: retrieval.PassageRetriever
 ) -> None:
-    retriever = runner.speculator._retriever
-    assert retriever is not None
     learn(runner, late)
     monkeypatch.setattr(runner, "settle", lambda: None)
     opens, closes, before = threading.Event(), threading.Event(), retriever.found
@@ -352,10 +348,12 @@ def assert_set(event: threading.Event) -> None:
 
 
 def test_what_was_forgotten_is_gone_while_others_are_searched_for(
-    runner: Runner, late: Late, cache: SuffixCache, monkeypatch: pytest.MonkeyPatch
+    runner: Runner,
+    late: Late,
+    cache: SuffixCache,
+    monkeypatch: pytest.MonkeyPatch,
+    retriever: retrieval.PassageRetriever,
 ) -> None:
-    retriever = runner.speculator._retriever
-    assert retriever is not None
     learn(runner, late)
     for name in "ab":
         runner.begin(name, PROMPT, ANSWER)
@@ -374,10 +372,8 @@ def test_what_was_forgotten_is_gone_while_others_are_searched_for(
 
 
 def test_who_has_the_fewest_tokens_left_is_searched_for_first(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, retriever: retrieval.PassageRetriever
 ) -> None:
-    retriever = runner.speculator._retriever
-    assert retriever is not None
     learn(runner, late)
     runner.begin("known", PROMPT, ANSWER)
     runner.begin("new", text(8, 20), text(9, 200))
@@ -473,13 +469,11 @@ class _Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("requests", [1, 32])
 def test_a_step_costs_the_engine_no_operation_but_the_kernel(
-    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, requests: int
+    runner: Runner, late: Late, monkeypatch: pytest.MonkeyPatch, requests: int, retriever: retrieval.PassageRetriever
 ) -> None:
     learn(runner, late)
     for row in range(requests):
         runner.begin(f"{row}", PROMPT, ANSWER)
-    retriever = runner.speculator._retriever
-    assert retriever is not None
     runner.step()
     while retriever.found is runner.speculator._found:
         runner.step()
